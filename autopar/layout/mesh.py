@@ -1,0 +1,110 @@
+"""Mesh: named axes and their sizes. A pure value; it knows no processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import LayoutError
+
+#: the axes that autopar knows: data, tensor, sequence (context), experts, pipeline stages.
+AXES = ("pp", "dp", "ep", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes, outermost (slowest varying rank) first: ``Mesh(dp=2, tp=4)`` has 8 ranks.
+
+    The rank of a coordinate is its row-major index. Text form: ``dp=2,tp=4`` (``Mesh.parse`` reads it back).
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    device: str | None = None
+
+    def __init__(self, axes: Iterable[tuple[str, int]] | None = None, device: str | None = None, **sizes: int) -> None:
+        pairs = tuple(axes) if axes is not None else ()
+        pairs += tuple(sizes.items())
+        for name, size in pairs:
+            if name not in AXES:
+                raise LayoutError(f"unknown mesh axis {name!r}", hint=f"axes are {', '.join(AXES)}")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise LayoutError(f"mesh axis {name!r} has size {size!r}", hint="sizes are integers of at least 1")
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise LayoutError(f"a mesh axis is named twice in {pairs}")
+        object.__setattr__(self, "axes", pairs)
+        object.__setattr__(self, "device", device)
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """Reads ``dp=2,tp=4``; the empty text is the mesh of one rank."""
+        pairs = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, eq, size = part.partition("=")
+            if not eq or not size.strip().isdigit():
+                raise LayoutError(f"mesh text {text!r} is not well formed", hint="write it like dp=2,tp=2")
+            pairs.append((name.strip(), int(size)))
+        return Mesh(pairs)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def __getitem__(self, axis: str) -> int:
+        """The size of an axis; 1 where the mesh doesn't have it."""
+        return dict(self.axes).get(axis, 1)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """The number of ranks along several axes together."""
+        return math.prod(self[a] for a in axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank along every axis."""
+        if not 0 <= rank < self.size:
+            raise LayoutError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
+        out = {}
+        for name, size in reversed(self.axes):
+            rank, out[name] = divmod(rank, size)
+        return {name: out[name] for name in self.names}
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank at a coordinate (axes left out count as 0)."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coords.get(name, 0)
+        return rank
+
+    def index(self, rank: int, axes: Iterable[str]) -> int:
+        """Position of a rank within its group over several axes, the first axis major."""
+        coords, index = self.coords(rank), 0
+        for axis in axes:
+            index = index * self[axis] + coords.get(axis, 0)
+        return index
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only along ``axes``, in the order of ``index``."""
+        axes, coords = tuple(axes), self.coords(rank)
+        ranks = [coords]
+        for axis in axes:
+            ranks = [{**c, axis: i} for c in ranks for i in range(self[axis])]
+        return tuple(self.rank(c) for c in ranks)
+
+    def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
+        """Every group over several axes, by lowest rank: the same order on every rank."""
+        axes, seen = tuple(axes), set()
+        for rank in range(self.size):
+            group = self.group(rank, axes)
+            if group[0] not in seen:
+                seen.add(group[0])
+                yield group
