@@ -1,0 +1,204 @@
+"""Program: the captured step as a value. Nodes in execution order, every tensor named once, global shapes.
+
+A pass takes a Program and returns a new one; nothing here is ever edited in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+Phase = Literal["forward", "backward"]
+#: when a node runs relative to the loop over microbatches: once before it, in it, once after it.
+Region = Literal["pre", "body", "post"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A use of a value by name, anywhere inside a node's arguments."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """dtype and global shape of a value."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a node comes from: the module path it ran in and the user's file, line and text of that line."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else "?"
+        return f"{place} in {self.module or '(model)'}" + (f": {self.code}" if self.code else "")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation.
+
+    Attributes:
+        op: ``aten.mm.default`` (a torch overload), ``autopar.pick`` (runtime.ops) or, in local programs, ``comm.all_reduce``.
+        args: numbers, dtypes, strings, None, tuples of them, and Refs.
+        kwargs: keyword arguments as sorted pairs.
+        outs: the names of the values it defines, in order; an output that nobody reads is ``""``.
+        phase: forward or backward.
+        where: source.
+        region: when it runs relative to the microbatch loop.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    outs: tuple[str, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    phase: Phase = "forward"
+    where: Where = Where()
+    region: Region = "body"
+
+    @property
+    def name(self) -> str:
+        return next((o for o in self.outs if o), "_")
+
+    def refs(self) -> tuple[str, ...]:
+        """Names of the tensors it reads, in argument order, repeats kept: the operands of its row."""
+        found: list[str] = []
+        _collect((self.args, tuple(v for _, v in self.kwargs)), found)
+        return tuple(found)
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+    def with_args(self, *args: Any, **kwargs: Any) -> Node:
+        return replace(self, args=tuple(args), kwargs=tuple(sorted(kwargs.items())))
+
+
+def _collect(tree: Any, found: list[str]) -> None:
+    if isinstance(tree, Ref):
+        found.append(tree.name)
+    elif isinstance(tree, (tuple, list)):
+        for t in tree:
+            _collect(t, found)
+
+
+def map_refs(tree: Any, fn: Callable[[str], Any]) -> Any:
+    """The same tree of arguments with every Ref replaced by ``fn(name)`` (a Ref or anything else)."""
+    if isinstance(tree, Ref):
+        return fn(tree.name)
+    if isinstance(tree, (tuple, list)):
+        return tuple(map_refs(t, fn) for t in tree)
+    return tree
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that exists before the first node.
+
+    ``kind`` and ``path``:
+        param: a parameter; path is its first name in ``named_parameters``; ``aliases`` are further names tied to it.
+        buffer: a buffer by name, likewise.
+        batch: a leaf of the batch; path is its place in the tree (``0``, ``input_ids``, ``aux.mask``).
+        const: a tensor the model holds as a plain attribute or literal; its value is in ``Program.consts``.
+        tangent: the gradient of the loss, 1.
+        key: the random key of the step, int64[2].
+    """
+
+    name: str
+    kind: Literal["param", "buffer", "batch", "const", "tangent", "key"]
+    path: str
+    aliases: tuple[str, ...] = ()
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """A value that the step returns: the loss, the gradient of a parameter, the new value of a buffer, an output leaf of the model."""
+
+    value: str
+    kind: Literal["loss", "grad", "buffer", "output"]
+    path: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step: inputs, nodes in order, outputs, and the type of every value.
+
+    ``consts`` maps the path of const inputs to tensors; ``unreached`` names trainable parameters that the loss doesn't depend on
+    (their gradient is None, as in torch); ``output_tree`` is an opaque pytree spec of the model's outputs; ``microbatches`` the
+    number of turns of the loop that runs the nodes of region ``body``.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    types: Mapping[str, TensorType]
+    consts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+    output_tree: Any = None
+    microbatches: int = 1
+
+    def producers(self) -> dict[str, Node]:
+        """Which node defines a value (inputs have none)."""
+        return {out: node for node in self.nodes for out in node.outs if out}
+
+    def users(self) -> dict[str, list[Node]]:
+        """The nodes that read a value, in order."""
+        users: dict[str, list[Node]] = {name: [] for name in self.types}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.refs()):
+                users[name].append(node)
+        return users
+
+    def inputs_of(self, kind: str) -> Iterator[Input]:
+        return (i for i in self.inputs if i.kind == kind)
+
+    def outputs_of(self, kind: str) -> Iterator[Output]:
+        return (o for o in self.outputs if o.kind == kind)
+
+
+_DTYPES = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64, "i32": torch.int32,
+    "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool, "c64": torch.complex64, "c128": torch.complex128,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``f32``."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The inverse of ``dtype_name``."""
+    return _DTYPES[name]
