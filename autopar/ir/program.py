@@ -27,6 +27,19 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Offset:
+    """A number that depends on the rank: the sum of ``coordinate along axis * stride`` (and of ``microbatch * stride`` for axis ``mb``)."""
+
+    terms: tuple[tuple[str, int], ...]
+
+    def at(self, coords: Mapping[str, int]) -> int:
+        return sum(coords[axis] * stride for axis, stride in self.terms)
+
+    def __repr__(self) -> str:
+        return " + ".join(f"{axis}*{stride}" for axis, stride in self.terms) or "0"
+
+
+@dataclass(frozen=True)
 class TensorType:
     """dtype and global shape of a value."""
 

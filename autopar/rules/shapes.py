@@ -1,0 +1,148 @@
+"""Rows of ops that move elements without computing: views, permutations, slices, concatenations, expansions."""
+
+from __future__ import annotations
+
+
+from autopar.ir.program import Node
+from autopar.rules.rule import Local, Rule, Types, letters, normal_dim, view_row
+
+
+def _view(node: Node, types: Types) -> str:
+    return view_row(types[node.refs()[0]].shape, types[node.outs[0]].shape)
+
+
+def _permute(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    return f"{' '.join(names)} -> {' '.join(names[normal_dim(d, rank)] for d in node.args[1])}"
+
+
+def _transpose(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    a, b = (normal_dim(d, rank) for d in node.args[1:3])
+    swapped = list(names)
+    if rank:
+        swapped[a], swapped[b] = names[b], names[a]
+    return f"{' '.join(names)} -> {' '.join(swapped)}"
+
+
+def _t(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    return f"{' '.join(names)} -> {' '.join(reversed(names))}"
+
+
+def _expand(node: Node, types: Types) -> str:
+    source, target = types[node.refs()[0]].shape, types[node.outs[0]].shape
+    names = letters(len(target))
+    kept = names[len(target) - len(source) :]
+    left = ["1" if s == 1 and t != 1 else n for s, t, n in zip(source, target[len(target) - len(source) :], kept, strict=True)]
+    return f"{' '.join(left)} -> {' '.join(f'{n}={s}' for n, s in zip(names, target, strict=True))}"
+
+
+def chunk_of(size: int, start: int, length: int) -> int:
+    """How many equal chunks a dim has, of which ``[start, start + length)`` is one; 0 where it is none."""
+    return size // length if 0 < length < size and size % length == 0 and start % length == 0 else 0
+
+
+def slice_bounds(node: Node, size: int, first: int) -> tuple[int, int, int, int]:
+    """(dim, start, end, step) of a slice node over a dim of ``size``, clamped as torch does; arguments begin at ``first``."""
+    start, end = node.arg(first + 1, "start"), node.arg(first + 2, "end")
+    step = node.arg(first + 3, "step", 1)
+    start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
+    end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
+    return node.arg(first, "dim", 0), start, max(end, start), step
+
+
+def _sliced(small: tuple[int, ...], dim: int, size: int, start: int, length: int, step: int) -> tuple[list[str], list[str], str]:
+    """Terms of the full and the sliced tensor, and kinds."""
+    names = letters(len(small))
+    full, part = list(names), list(names)
+    if length == size and step == 1:
+        return full, part, ""
+    chunks = chunk_of(size, start, length) if step == 1 else 0
+    if chunks:
+        full[dim] = f"(n={chunks} {names[dim]})"
+        return full, part, " ; n: whole"
+    full[dim], part[dim] = "x", "y"
+    return full, part, " ; x: whole, y: whole"
+
+
+def _slice(node: Node, types: Types) -> str:
+    source = types[node.refs()[0]].shape
+    dim = normal_dim(node.arg(1, "dim", 0), len(source))
+    _, start, _, step = slice_bounds(node, source[dim], 1)
+    full, part, kinds = _sliced(source, dim, source[dim], start, types[node.outs[0]].shape[dim], step)
+    return f"{' '.join(full)} -> {' '.join(part)}{kinds}"
+
+
+def _slice_local(node: Node, local: Local) -> Node:
+    source = local.inputs[0]
+    dim = normal_dim(node.arg(1, "dim", 0), len(source.shape))
+    _, start, end, step = slice_bounds(node, source.shape[dim], 1)
+    if local.out_shape()[dim] == local.outputs[0].shape[dim]:  # type: ignore[union-attr]
+        return node.with_args(node.args[0], dim, start, end, step)
+    return node.with_args(node.args[0], dim, local.scale(source, dim, start), local.scale(source, dim, end), step)
+
+
+def _slice_backward(node: Node, types: Types) -> str:
+    small, full_shape = types[node.refs()[0]].shape, types[node.outs[0]].shape
+    dim = normal_dim(node.args[2], len(small))
+    _, start, _, step = slice_bounds(node, full_shape[dim], 2)
+    full, part, kinds = _sliced(full_shape, dim, full_shape[dim], start, small[dim], step)
+    return f"{' '.join(part)} -> {' '.join(full)}{kinds}"
+
+
+def _slice_backward_local(node: Node, local: Local) -> Node:
+    target = local.outputs[0]
+    assert target is not None
+    dim = normal_dim(node.args[2], len(target.shape))
+    _, start, end, step = slice_bounds(node, target.shape[dim], 2)
+    if local.inputs[0].local_shape(local.mesh)[dim] != local.inputs[0].shape[dim]:
+        start, end = local.scale(target, dim, start), local.scale(target, dim, end)
+    return node.with_args(node.args[0], local.out_shape(), dim, start, end, step)
+
+
+def _cat(node: Node, types: Types) -> str:
+    shapes = [types[n].shape for n in node.refs()]
+    out = types[node.outs[0]].shape
+    dim = normal_dim(node.arg(1, "dim", 0), len(out))
+    names = letters(len(out))
+    terms, kinds = [], []
+    equal = len(set(s[dim] for s in shapes)) == 1 and len(shapes) > 1
+    for k, _ in enumerate(shapes):
+        own = list(names)
+        if not equal:
+            own[dim] = f"x{k}"
+            kinds.append(f"x{k}: whole")
+        terms.append(" ".join(own))
+    target = list(names)
+    if equal:
+        target[dim] = f"(n={len(shapes)} {names[dim]})"
+        kinds.append("n: whole")
+    else:
+        target[dim] = "y"
+        kinds.append("y: whole")
+    return f"{', '.join(terms)} -> {' '.join(target)} ; {', '.join(kinds)}"
+
+
+RULES = (
+    *(
+        Rule(f"aten.{op}", _view, "moves", shape_arg=1, samples=("f[4, 6, 8], (24, 8)", "f[24, 8], (4, 6, 8)", "f[4, 12], (4, 3, 4)"))
+        for op in ("view.default", "_unsafe_view.default", "reshape.default")
+    ),
+    Rule("aten.unsqueeze.default", _view, "moves", samples=("f[4, 6], 1",)),
+    Rule("aten.squeeze.dim", _view, "moves", samples=("f[4, 1, 6], 1",)),
+    Rule("aten.squeeze.dims", _view, "moves", samples=("f[4, 1, 6], (1,)",)),
+    Rule("aten.permute.default", _permute, "moves", samples=("f[4, 6, 8], (2, 0, 1)",)),
+    Rule("aten.transpose.int", _transpose, "moves", samples=("f[4, 6, 8], 1, 2", "f[4, 6, 8], -1, 0")),
+    Rule("aten.t.default", _t, "moves", samples=("f[4, 6]",)),
+    Rule("aten.expand.default", _expand, "moves", shape_arg=1, samples=("f[4, 1, 8], (4, 6, 8)", "f[8], (4, 6, 8)")),
+    Rule("aten.clone.default", "* -> *", "moves", samples=("f[4, 6]",)),
+    Rule("aten.slice.Tensor", _slice, "moves", soft=True, local=_slice_local, samples=("f[4, 12], 1, 4, 8", "f[4, 12], 1, 0, 11", "f[4, 12], 0")),
+    Rule("aten.slice_backward.default", _slice_backward, "moves", soft=True, local=_slice_backward_local,
+         samples=("f[4, 4], (4, 12), 1, 4, 8, 1", "f[4, 11], (4, 12), 1, 0, 11, 1")),
+    Rule("aten.cat.default", _cat, "moves", soft=True, samples=("[f[4, 6], f[4, 6]], 1", "[f[4, 6], f[4, 2]], 1")),
+)  # fmt: skip
+
