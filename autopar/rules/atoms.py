@@ -1,0 +1,245 @@
+"""Atoms: the finest factors that a program's views and equal chunks cut its dims into.
+
+Every dim of every value is a node in a union-find; dims that carry the same factor of a row are one. Where a row merges factors into a
+dim, that dim is refined into them, and so is every dim joined to it: a fused qkv weight becomes ``(3 H D)`` because somewhere its
+output is chunked in three and viewed as heads. A view whose boundaries don't nest with what is known becomes opaque: its
+dims are whole there, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import VerifyError
+from autopar.ir.program import Node, Program
+from autopar.layout.sharding import Sharding
+from autopar.rules.row import Row
+from autopar.rules.rule import Rules, refine
+
+
+class _Dim:
+    """A class of dims: a size, the classes it is refined into, and marks."""
+
+    __slots__ = ("size", "parent", "parts", "child", "marks")
+
+    def __init__(self, size: int, child: bool = False) -> None:
+        self.size, self.child = size, child
+        self.parent: _Dim | None = None
+        self.parts: list[_Dim] | None = None
+        self.marks: set[str] = set()
+
+    def root(self) -> _Dim:
+        at = self
+        while at.parent is not None:
+            at = at.parent
+        while self.parent is not None and self.parent is not at:
+            self.parent, self = at, self.parent  # noqa: PLW0642 - path compression
+        return at
+
+    def leaves(self) -> list[_Dim]:
+        root = self.root()
+        return [root] if root.parts is None else [leaf for part in root.parts for leaf in part.leaves()]
+
+
+def _split(leaf: _Dim, sizes: list[int]) -> list[_Dim]:
+    parts = [_Dim(s, child=True) for s in sizes]
+    for part in parts:
+        part.marks |= leaf.marks
+    leaf.parts = parts
+    return parts
+
+
+def _align(left: list[_Dim], right: list[_Dim]) -> bool:
+    """Makes two sequences of leaves the same sequence, refining where needed. False (and nothing done) where boundaries don't nest."""
+    sizes = refine([d.size for d in left], [d.size for d in right])
+    if sizes is None:
+        return False
+    flat: list[list[_Dim]] = []
+    for side in (left, right):
+        pieces, at = [], 0
+        for leaf in side:
+            own, product = [], 1
+            while product < leaf.size:
+                own.append(sizes[at])
+                product *= sizes[at]
+                at += 1
+            leaf = leaf.root()
+            now = [leaf] if len(own) <= 1 else _split(leaf, own) if leaf.parts is None else leaf.leaves()
+            pieces += now
+        flat.append(pieces)
+    if len(flat[0]) != len(flat[1]):  # a leaf occurred twice and was cut differently
+        return False
+    for a, b in zip(*flat, strict=True):
+        a, b = a.root(), b.root()
+        if a is b:
+            continue
+        if a.parts is not None or b.parts is not None:
+            if not _align(a.leaves(), b.leaves()):
+                return False
+            if a.parts is None:
+                a.parent = b
+            elif b.parts is None:
+                b.parent = a
+            continue
+        a.parent = b
+        b.child |= a.child
+        b.marks |= a.marks
+    return True
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """Atoms of every value, the marks of every atom (``batch``, ``feature``) and the row of every node as it holds with them."""
+
+    dims: Mapping[str, tuple[tuple[int, ...], ...]]
+    marks: Mapping[str, tuple[frozenset[str], ...]]
+    rows: Mapping[int, Row] = field(repr=False)
+
+    def replicated(self, value: str) -> Sharding:
+        """The sharding of a value that every rank holds whole."""
+        return Sharding(self.dims[value])
+
+
+def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None], microbatches: int = 1) -> Atoms:
+    """Finds the atoms of a program.
+
+    Args:
+        batch_dims: which dim of a batch input counts samples; None or absent where none does.
+        microbatches: the batch dim is refined into (microbatches, rest), so that a microbatch is an index of an atom.
+
+    The mark ``batch`` says that an atom comes from the batch dim of an input, ``feature`` that it is a dim of a matrix or a table.
+    """
+    dims: dict[str, list[_Dim | None]] = {
+        name: [None if s == 1 else _Dim(s) for s in t.shape] for name, t in program.types.items()
+    }
+    params = {i.name for i in program.inputs_of("param")}
+    for i in program.inputs_of("batch"):
+        dim = batch_dims.get(i.name)
+        if dim is not None and (found := dims[i.name][dim]) is not None:
+            found.marks.add("batch")
+
+    rows: dict[int, Row] = {}
+    merges: list[tuple[int, Node]] = []
+    matrices = set(params)  # parameters and what only moves their elements
+    for n, node in enumerate(program.nodes):
+        row = rows[n] = rules.bind(node, program.types)
+        refs = node.refs()
+        if row.moves and len(refs) == 1 and refs[0] in matrices:
+            matrices.update(o for o in node.outs if o)
+        if rules[node.op].contraction or any("offset-sum" in k for k in row.kinds.values()):
+            for name in refs:
+                if name in matrices:
+                    for d in dims[name]:
+                        if d is not None:
+                            d.root().marks.add("feature")
+        if _join_simple(row, _terms(node, row), dims):
+            merges.append((n, node))
+    for i in params:
+        for d in dims[i]:
+            if d is not None:
+                d.root().marks.add("param")
+    if microbatches > 1:
+        for i in program.inputs_of("batch"):
+            dim = batch_dims.get(i.name)
+            if dim is not None and (found := dims[i.name][dim]) is not None and (root := found.root()).parts is None:
+                first, _ = _split(root, [microbatches, root.size // microbatches])
+                first.marks.add("mb")
+    # hard merges first: whether a chunked dim is a root dim of a parameter shows only then
+    for soft in (False, True):
+        for n, node in merges:
+            if rows[n].soft == soft:
+                rows[n] = _join_merged(rows[n], _terms(node, rows[n]), dims)
+    out_dims = {name: tuple(tuple(x.size for x in d.leaves()) if d is not None else () for d in ds) for name, ds in dims.items()}
+    marks = {
+        name: tuple(frozenset(x.root().marks) for d in ds if d is not None for x in d.leaves()) for name, ds in dims.items()
+    }
+    return Atoms(out_dims, marks, rows)
+
+
+def _terms(node: Node, row: Row) -> Iterable[tuple[str, tuple[tuple[str, ...], ...]]]:
+    yield from zip(node.refs(), row.inputs, strict=True)
+    yield from ((o, t) for o, t in zip(node.outs, row.outputs, strict=True) if o)
+
+
+def _join_simple(row: Row, terms: Iterable[tuple[str, tuple[tuple[str, ...], ...]]], dims: dict[str, list[_Dim | None]]) -> bool:
+    """Joins dims that are the same single factor; says whether the row also merges factors."""
+    first: dict[str, _Dim] = {}
+    merged = False
+    for name, term in terms:
+        for i, factors in enumerate(term):
+            found = dims[name][i]
+            if len(factors) > 1:
+                merged = True
+            elif factors and found is not None:
+                if factors[0] in first and not _align(first[factors[0]].leaves(), found.leaves()):
+                    raise VerifyError(f"factor {factors[0]} of row {row} has dims that can't be one")
+                first.setdefault(factors[0], found)
+    return merged
+
+
+def _join_merged(row: Row, terms: Iterable[tuple[str, tuple[tuple[str, ...], ...]]], dims: dict[str, list[_Dim | None]]) -> Row:
+    """Refines the dims that a row merges; the row, opaque where that can't be."""
+    terms = tuple(terms)
+    factor_dims: dict[str, _Dim] = {}
+    for name, term in terms:
+        for i, factors in enumerate(term):
+            found = dims[name][i]
+            if len(factors) == 1 and found is not None:
+                factor_dims.setdefault(factors[0], found)
+    bad: set[str] = set()
+    for name, term in terms:
+        for i, factors in enumerate(term):
+            if len(factors) < 2:
+                continue
+            found = dims[name][i]
+            assert found is not None
+            if row.soft:
+                root, known = found.root(), len(found.leaves()) > 1
+                wanted = "param" in root.marks and not root.child
+                if not wanted and not (known and _nests(found, [row.sizes[f] for f in factors])):
+                    bad.update(factors)
+                    continue
+            for f in factors:
+                factor_dims.setdefault(f, _Dim(row.sizes[f], child=True))
+            parts = [leaf for f in factors for leaf in factor_dims[f].leaves()]
+            if found.root().parts is None and all(p.root() is not found.root() for p in parts):
+                root = found.root()
+                root.parts = [factor_dims[f] for f in factors]
+                for leaf in parts:
+                    leaf.root().child = True
+                    leaf.root().marks |= root.marks - {"mb"}
+            elif not _align(found.leaves(), parts):
+                bad.update(factors)
+    return row.opaque(bad) if bad else row
+
+
+def _nests(dim: _Dim, sizes: list[int]) -> bool:
+    """Whether a dim is already cut at the boundaries that these sizes ask for."""
+    leaves = [leaf.size for leaf in dim.leaves()]
+    return refine(leaves, sizes) == leaves
+
+
+def factor_positions(row: Row, dims: Iterable[tuple[tuple[int, ...], ...]]) -> list[dict[tuple[str, int], int]]:
+    """For every term of a row (operands, then outputs), the position of each (factor, number of its atom) among the term's atoms.
+
+    Args:
+        dims: the atoms of every term's dims; an output that nobody reads has none.
+    """
+    out = []
+    for term, atoms in zip((*row.inputs, *row.outputs), dims, strict=True):
+        table: dict[tuple[str, int], int] = {}
+        position = 0
+        for factors, sizes in zip(term, atoms, strict=True):
+            at = 0
+            for f in factors:
+                product, i = 1, 0
+                while product < row.sizes[f]:
+                    product *= sizes[at]
+                    table[f, i] = position + at
+                    at, i = at + 1, i + 1
+                if product != row.sizes[f]:
+                    raise VerifyError(f"atoms {sizes} of a dim don't respect factor {f}={row.sizes[f]} of row {row}")
+            position += len(sizes)
+        out.append(table)
+    return out
