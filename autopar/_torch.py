@@ -1,0 +1,170 @@
+"""Every private name of torch that autopar uses, wrapped once.
+
+Tried on: torch 2.13.0. A name that moves in a later torch is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, annotate
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.ir.program import TensorType
+
+__all__ = [
+    "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "GradAOTOutput",
+    "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput", "ReplaceMode",
+    "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves", "annotate", "fake_mode", "fake_like", "infer",
+    "is_accumulation", "is_random", "is_wrapped", "resolve", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
+]  # fmt: skip
+
+TreeSpec = pytree.TreeSpec
+#: base class of modes that see every ATen call and may answer it with something else: override ``__torch_dispatch__``.
+ReplaceMode = TorchDispatchMode
+
+
+# -- trees ---------------------------------------------------------------------------------------------------------------
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and spec of a tree of tuples, lists, dicts, named tuples and registered classes; None is a leaf."""
+    return pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    return pytree.tree_leaves(tree)
+
+
+def tree_map(fn: Callable[..., Any], tree: Any) -> Any:
+    return pytree.tree_map(fn, tree)
+
+
+def tree_paths(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
+    """Dotted paths, leaves and spec of a tree: ``aux.mask``, ``0.hidden``; the path of a bare leaf is empty."""
+    pairs, spec = pytree.tree_flatten_with_path(tree)
+    return [".".join(map(_key, path)) for path, _ in pairs], [leaf for _, leaf in pairs], spec
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+# -- ops -----------------------------------------------------------------------------------------------------------------
+
+
+def resolve(op: str) -> OpOverload:
+    """``aten.mm.default`` → ``torch.ops.aten.mm.default``; any registered namespace."""
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.rpartition(".")
+    if not name:
+        name, overload = rest, "default"
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    assert isinstance(found, OpOverload)
+    return found
+
+
+def is_random(op: Any) -> bool:
+    """Whether an op draws from a random generator."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and dtypes but no data; real tensors met on the way are converted."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU fake with the size, strides and dtype of a tensor, which may be on any device, meta too."""
+    with mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> tuple[TensorType | None, ...]:
+    """Types of the outputs of an op, in order; TensorTypes stand for tensors in the arguments. An output that is no tensor is None."""
+
+    def stand_in(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, TensorType) else leaf
+
+    def build(tree: Any) -> Any:
+        if isinstance(tree, (tuple, list)):
+            return [build(t) for t in tree]
+        return stand_in(tree)
+
+    with FakeTensorMode(), torch.no_grad():
+        result = op(*(build(a) for a in args), **{k: build(v) for k, v in (kwargs or {}).items()})
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(TensorType(r.dtype, tuple(map(int, r.shape))) if isinstance(r, torch.Tensor) else None for r in results)
+
+
+# -- tracing -------------------------------------------------------------------------------------------------------------
+
+
+def trace_joint(module: nn.Module, args: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> fx.GraphModule:
+    """The functional ATen graph of a module's forward and, if its first output requires grad, backward, with descriptors.
+
+    ``meta["desc"]`` of placeholders is an ``...AOTInput``; that of the output node a list of ``...AOTOutput``. Parameters, buffers
+    and args are fakes of ``mode``.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(mode)
+        return aot_export_joint_with_descriptors(stack, module, args).graph_module
+
+
+def is_accumulation(node: fx.Node) -> bool:
+    """Whether a node is an addition that autograd made to sum the gradients of several uses; such nodes carry no source of their own."""
+    return GRADIENT_ACC_SPECIAL_STACK in (node.meta.get("stack_trace") or "")
+
+
+def accumulation_leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaf tensors whose ``.grad`` a backward from ``loss`` would write."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn] if loss.grad_fn is not None else []
+    if loss.grad_fn is None and loss.requires_grad:
+        yield loss
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            yield function.variable
+        todo.extend(parent for parent, _ in function.next_functions)
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of the tracer's own: a functional wrapper around a fake, not a tensor that the model holds."""
+    return isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor)

@@ -1,0 +1,127 @@
+"""Where a traced operation comes from: the module path it runs in and the user's line that asked for it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import annotate
+from autopar.ir.program import Where
+
+#: the key of our annotation in ``node.meta["custom"]``.
+KEY = "autopar.where"
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE = tuple(sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platlib"))
+# Reading these makes no node, and models read them all the time.
+_QUIET = frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "is_leaf", "layout", "is_meta")
+) | {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a frame's file belongs to the user: not torch, not autopar, not the standard library."""
+    if file.startswith(_SITE):
+        return not file.startswith(_TORCH)
+    return not file.startswith((_TORCH, _OURS, _STDLIB, "<"))
+
+
+def short_file(file: str) -> str:
+    """A file relative to the working directory or to the installed packages, so that no machine's paths end up in a program."""
+    for root in (os.getcwd() + os.sep, *_SITE):
+        if file.startswith(root):
+            return file[len(root) :]
+    return file
+
+
+def place(frame: FrameType | None, module: str) -> Where:
+    """The nearest user frame at or above ``frame``."""
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return _where(module, frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return Where(module)
+
+
+def _where(module: str, file: str, line: int) -> Where:
+    return Where(module, short_file(file), line, linecache.getline(file, line).strip())
+
+
+def place_of_error(error: BaseException, module: str) -> Where:
+    """The innermost user line of an error's traceback."""
+    found = Where(module)
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_user_file(file):
+            found = _where(module, file, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+class Modules:
+    """The path of the module whose forward is running. ``paths`` maps a module to the first name it has in the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.paths: Mapping[nn.Module, str] = {module: path for path, module in model.named_modules()}
+        self.stack: list[str] = []
+        #: where the innermost module was when an error passed through it.
+        self.failed: str | None = None
+
+    @property
+    def current(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Hooks in place: ours is the first before and the last after a module's own hooks, so that those run in its path."""
+        handles: list[Any] = []
+        self.stack.clear()
+        try:
+            for module, path in self.paths.items():
+                handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
+                handles.append(module.register_forward_hook(self._leave))
+            yield
+        finally:
+            if self.failed is None and self.stack:
+                self.failed = self.current
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.stack.append(path)
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
+
+
+class SourceMode(TorchFunctionMode):
+    """Marks every node that a torch function makes with its Where, and calls ``check`` on the function's arguments."""
+
+    def __init__(self, modules: Modules, check: Callable[[Any, Where], None] | None = None) -> None:
+        super().__init__()
+        self.modules, self.check = modules, check
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _QUIET:
+            return func(*args, **(kwargs or {}))
+        where = place(sys._getframe(1), self.modules.current)
+        if self.check is not None:
+            self.check((args, kwargs), where)
+        with annotate({KEY: (where.module, where.file, where.line, where.code)}):
+            return func(*args, **(kwargs or {}))
