@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from autopar.errors import RuleError
 from autopar.ir.program import Node
 from autopar.rules.rule import Local, Rule, Types, letters, normal_dim
 
@@ -44,10 +47,126 @@ def _unpick_local(node: Node, local: Local) -> Node:
     return node.with_args(node.args[0], node.args[1], dim, local.out_shape()[dim], local.start(out, dim))
 
 
+def _index(node: Node, types: Types) -> str:
+    """Indexed dims are whole; the dims of the indices stand where torch puts them: in place if the indexed dims are neighbours, else in front."""
+    source = types[node.refs()[0]].shape
+    names = letters(len(source))
+    given = [i for i, t in enumerate(node.args[1]) if t is not None]
+    _refuse_masks(node, types, 1 + len(given))
+    width = _width(node, types, 1)
+    places = [f"i{k}" for k in range(width)]
+    terms = [" ".join(names), *_index_terms(node, types, 1)]
+    rest = [n for i, n in enumerate(names) if i not in given]
+    adjacent = given == list(range(given[0], given[-1] + 1)) if given else True
+    at = given[0] if adjacent and given else 0
+    out = [*rest[:at], *places, *rest[at:]]
+    return f"{', '.join(terms)} -> {' '.join(out)} ; {', '.join(f'{names[i]}: whole' for i in given)}"
+
+
+def _refuse_masks(node: Node, types: Types, last: int) -> None:
+    if any(types[name].dtype in (torch.bool, torch.uint8) for name in node.refs()[1:last]):
+        raise RuleError(f"{node.op} with a mask", where=str(node.where), why="the size of its result depends on values", hint="use where()")
+
+
+def _width(node: Node, types: Types, position: int) -> int:
+    return max((len(types[t.name].shape) for t in node.args[position] if t is not None), default=0)
+
+
+def _index_terms(node: Node, types: Types, position: int) -> list[str]:
+    """Terms of the index tensors, which broadcast to each other."""
+    shapes = [types[t.name].shape for t in node.args[position] if t is not None]
+    width = max(map(len, shapes), default=0)
+    full = torch.broadcast_shapes(*shapes) if shapes else ()
+    return [
+        " ".join("1" if s == 1 and full[width - len(shape) + k] != 1 else f"i{width - len(shape) + k}" for k, s in enumerate(shape))
+        for shape in shapes
+    ]
+
+
+def _index_put(node: Node, types: Types) -> str:
+    """What is put is whole: each place may be written from anywhere."""
+    source = types[node.refs()[0]].shape
+    names = letters(len(source))
+    given = [i for i, t in enumerate(node.args[1]) if t is not None]
+    _refuse_masks(node, types, 1 + len(given))
+    terms = _index_terms(node, types, 1)
+    places = [f"i{k}" for k in range(_width(node, types, 1))]
+    rest = [n for i, n in enumerate(names) if i not in given]
+    adjacent = given == list(range(given[0], given[-1] + 1)) if given else True
+    at = given[0] if adjacent and given else 0
+    full = [*rest[:at], *places, *rest[at:]]
+    shape = types[node.args[2].name].shape
+    own = full[len(full) - len(shape) :]
+    sizes = {n: s for n, s in zip(names, source)}
+    sizes |= {f"i{k}": s for k, s in enumerate(torch.broadcast_shapes(*(types[t.name].shape for t in node.args[1] if t is not None)))}
+    values = " ".join("1" if s == 1 and sizes[n] != 1 else n for n, s in zip(own, shape))
+    whole = [*(names[i] for i in given), *places]
+    return f"{' '.join(names)}, {', '.join(terms)}, {values} -> {' '.join(names)} ; {', '.join(f'{n}: whole' for n in whole)}"
+
+
+def _index_put_linear(node: Node, types: Types) -> str:
+    return f"0 {len(node.refs()) - 1}" if types[node.outs[0]].dtype != torch.bool else ""
+
+
+def _along(node: Node, types: Types, index: tuple[int, ...]) -> tuple[str, str, str]:
+    """Terms of the tensor and the index of gather and scatter, and kinds: dims of one size in both are one factor."""
+    source = types[node.refs()[0]].shape
+    dim = normal_dim(node.args[1], len(source))
+    left, right, kinds = letters(len(source)), letters(len(source)), []
+    for i, (a, b) in enumerate(zip(source, index)):
+        if i == dim or a != b:
+            left[i], right[i] = f"x{i}", f"y{i}"
+            kinds.append(f"x{i}: whole")
+            if i != dim:
+                kinds.append(f"y{i}: whole")
+    return " ".join(left), " ".join(right), ", ".join(kinds)
+
+
+def _gather(node: Node, types: Types) -> str:
+    left, right, kinds = _along(node, types, types[node.refs()[1]].shape)
+    return f"{left}, {right} -> {right} ; {kinds}"
+
+
+def _scatter(node: Node, types: Types) -> str:
+    index = types[node.refs()[1]].shape
+    left, right, kinds = _along(node, types, index)
+    terms = [left, right]
+    if len(node.refs()) == 3:
+        source = types[node.refs()[2]].shape
+        terms.append(" ".join(n if a == b else f"z{i}" for i, (n, a, b) in enumerate(zip(right.split(), index, source))))
+        kinds += "".join(f", z{i}: whole, {n}: whole" for i, (n, a, b) in enumerate(zip(right.split(), index, source)) if a != b)
+    dim = normal_dim(node.args[1], len(index))
+    return f"{', '.join(terms)} -> {left} ; {kinds}, y{dim}: whole"
+
+
+def _index_select(node: Node, types: Types) -> str:
+    names = letters(len(types[node.refs()[0]].shape))
+    dim = normal_dim(node.args[1], len(names))
+    out = ["i" if k == dim else n for k, n in enumerate(names)]
+    return f"{' '.join(names)}, i -> {' '.join(out)} ; {names[dim]}: whole"
+
+
+def _index_add(node: Node, types: Types) -> str:
+    names = letters(len(types[node.refs()[0]].shape))
+    dim = normal_dim(node.args[1], len(names))
+    source = ["i" if k == dim else n for k, n in enumerate(names)]
+    return f"{' '.join(names)}, i, {' '.join(source)} -> {' '.join(names)} ; {names[dim]}: whole, i: whole"
+
+
 RULES = (
     Rule("aten.embedding.default", "v h, * -> * h ; v: offset-sum", "0", local=_embedding_local, samples=("f[6, 4], i6[2, 3]",)),
     Rule("autopar.embedding_backward", "* h, * -> v h ; *1: sum, *2: sum, *3: sum, v: offset", "0", local=_embedding_backward_local,
          samples=("f[2, 3, 4], i6[2, 3], -1, 6, 0", "f[2, 3, 4], i6[2, 3], 1, 6, 0")),
     Rule("autopar.pick", _pick, "0", local=_pick_local, samples=("f[4, 6], i6[4], 1, 0", "f[4, 6, 2], i6[4, 2], 1, 0")),
     Rule("autopar.unpick", _unpick, "0", local=_unpick_local, samples=("f[4], i6[4], 1, 6, 0",)),
+    Rule("aten.index.Tensor", _index, "0",
+         samples=("f[6, 4], [i6[2, 4]]", "f[4, 6, 2], [None, i6[4]]", "f[6, 4, 2], [i6[4], None, i2[4]]", "f[6, 4], [i6[2, 1], i4[4]]")),
+    Rule("aten.index_put.default", _index_put, _index_put_linear,
+         samples=("f[6, 4], [i6[2]], f[2, 4], True", "f[6, 4], [i6[2, 4]], f[4], True", "f[4, 6], [None, u6[4]], f[4, 4]", "f[4, 6], [None, i6[4]], f[4, 1], True")),
+    Rule("aten.gather.default", _gather, "0", samples=("f[4, 6], 1, i6[4, 2]", "f[4, 6], 0, i4[2, 4]")),
+    Rule("aten.scatter.src", _scatter, "0 2", samples=("f[4, 6], 1, u6[4, 4], f[4, 4]", "f[4, 6], 1, u6[4, 4], f[4, 6]")),
+    Rule("aten.scatter.value", _scatter, samples=("f[4, 6], 1, i6[4, 2], 1.5",)),
+    Rule("aten.scatter_add.default", _scatter, "0 2", samples=("f[4, 6], 1, i6[4, 4], f[4, 4]", "f[4, 6], 0, i4[4, 4], f[4, 6]")),
+    Rule("aten.index_select.default", _index_select, "0", samples=("f[4, 6], 1, i6[4]",)),
+    Rule("aten.index_add.default", _index_add, "0 2", samples=("f[4, 6], 1, i6[4], f[4, 4]",)),
 )  # fmt: skip

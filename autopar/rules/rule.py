@@ -49,6 +49,17 @@ class Local:
             stride *= self.mesh[axis]
         return Offset(tuple(reversed(terms)))
 
+    def atom_starts(self, sharding: Sharding) -> tuple[Offset, ...]:
+        """Where this rank's piece starts in every atom."""
+        starts = []
+        for atom, stride in enumerate(sharding.local_atoms(self.mesh)):
+            terms = []
+            for axis in reversed(sharding.axes_of(atom)):
+                terms.append((axis, stride))
+                stride *= self.mesh[axis]
+            starts.append(Offset(tuple(reversed(terms))))
+        return tuple(starts)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -63,6 +74,8 @@ class Rule:
         local: changes the node further when it runs on pieces.
         contraction: the op is a sum of products (2 flops for every point of the space of its factors).
         samples: argument lists as text, for the row's own test: ``f[4, 6], f[6, 8]`` (see ``rules.check``).
+        timid_ok: why the row promises less than the op can do, where it does.
+        contiguous: operands whose kernel reads raw memory, so their pieces must be contiguous.
     """
 
     op: str
@@ -73,6 +86,8 @@ class Rule:
     local: Callable[[Node, Local], Node] | None = None
     contraction: bool = False
     samples: tuple[str, ...] = ()
+    timid_ok: str = ""
+    contiguous: tuple[int, ...] = ()
 
     def bind(self, node: Node, types: Types) -> Row:
         """The row of one node. Raises RuleError where the text doesn't fit the shapes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 
 from autopar.ir.program import Node
 from autopar.rules.rule import Local, Rule, Types, letters, normal_dim, view_row
@@ -127,11 +129,142 @@ def _cat(node: Node, types: Types) -> str:
     return f"{', '.join(terms)} -> {' '.join(target)} ; {', '.join(kinds)}"
 
 
+def _stack(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    out = list(names)
+    out.insert(normal_dim(node.arg(1, "dim", 0), rank + 1), "new")
+    return f"{', '.join(' '.join(names) for _ in node.refs())} -> {' '.join(out)} ; new: whole"
+
+
+def _select(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    dim = normal_dim(node.args[1], rank)
+    return f"{' '.join(names)} -> {' '.join(n for i, n in enumerate(names) if i != dim)} ; {names[dim]}: whole"
+
+
+def _select_backward(node: Node, types: Types) -> str:
+    rank = len(types[node.outs[0]].shape)
+    names = letters(rank)
+    dim = normal_dim(node.args[2], rank)
+    return f"{' '.join(n for i, n in enumerate(names) if i != dim)} -> {' '.join(names)} ; {names[dim]}: whole"
+
+
+def _repeat(node: Node, types: Types) -> str:
+    """``(r s)`` in every repeated dim: the repeats are the major factor."""
+    source, target = types[node.refs()[0]].shape, types[node.outs[0]].shape
+    lead = len(target) - len(source)
+    left = letters(len(source))
+    right = []
+    for i, size in enumerate(target):
+        if i < lead:
+            right.append(f"r{i}={size}")
+        else:
+            right.append(f"(r{i}={node.args[1][i]} {left[i - lead]}={source[i - lead]})")
+    return f"{' '.join(left)} -> {' '.join(right)}"
+
+
+def _repeat_local(node: Node, local: Local) -> Node:
+    """As many repeats as make the local shape."""
+    source, target = local.inputs[0].local_shape(local.mesh), local.out_shape()
+    source = (1,) * (len(target) - len(source)) + source
+    return node.with_args(node.args[0], tuple(t // s if s else r for t, s, r in zip(target, source, node.args[1])))
+
+
+def _interleave(node: Node, types: Types) -> str:
+    source, target = types[node.refs()[0]].shape, types[node.outs[0]].shape
+    if node.arg(2, "dim") is None:
+        names = letters(len(source))
+        return f"{' '.join(names)} -> y ; y: whole, {', '.join(f'{n}: whole' for n in names)}"
+    names = letters(len(source))
+    dim = normal_dim(node.arg(2, "dim"), len(source))
+    out = list(names)
+    out[dim] = f"({names[dim]}={source[dim]} r={target[dim] // source[dim] if source[dim] else 1})"
+    return f"{' '.join(names)} -> {' '.join(out)}"
+
+
+def _interleave_local(node: Node, local: Local) -> Node:
+    if node.arg(2, "dim") is None:
+        return node
+    source, target = local.inputs[0].local_shape(local.mesh), local.out_shape()
+    dim = normal_dim(node.arg(2, "dim"), len(source))
+    kwargs = tuple((k, v) for k, v in node.kwargs if k != "output_size")  # a hint that only the whole op fits
+    return replace(node, args=(node.args[0], target[dim] // source[dim], *node.args[2:]), kwargs=kwargs)
+
+
+def _flip(node: Node, types: Types) -> str:
+    return _with_whole(node, types, node.args[1])
+
+
+def _roll(node: Node, types: Types) -> str:
+    """Without dims the tensor is rolled as if it were flat."""
+    dims = node.arg(2, "dims", ())
+    return _with_whole(node, types, dims or range(len(types[node.refs()[0]].shape)))
+
+
+def _with_whole(node: Node, types: Types, dims: Iterable[int]) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    kinds = ", ".join(f"{names[normal_dim(d, rank)]}: whole" for d in dims)
+    return f"{' '.join(names)} -> {' '.join(names)} ; {kinds}"
+
+
+def _pad(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    pads = node.args[1]
+    left, right = letters(rank), letters(rank)
+    kinds = []
+    for i in range(len(pads) // 2):
+        if pads[2 * i] or pads[2 * i + 1]:
+            dim = rank - 1 - i
+            left[dim], right[dim] = f"x{dim}", f"y{dim}"
+            kinds += [f"x{dim}: whole", f"y{dim}: whole"]
+    return f"{' '.join(left)} -> {' '.join(right)} ; {', '.join(kinds)}"
+
+
+def _pad_linear(node: Node, types: Types) -> str:
+    return "0" if node.arg(2, "value", 0) == 0 else ""
+
+
+def _triangle(node: Node, types: Types) -> str:
+    return "* r c -> * r c ; r: offset, c: offset"
+
+
+def _triangle_local(node: Node, local: Local) -> Node:
+    out = local.outputs[0]
+    assert out is not None
+    rank = len(out.shape)
+    row, column = local.start(out, rank - 2), local.start(out, rank - 1)
+    if not row.terms and not column.terms:
+        return node
+    op = "autopar." + node.op.split(".")[1]
+    return replace(node, op=op, args=(node.args[0], node.arg(1, "diagonal", 0), row, column), kwargs=())
+
+
+def _diagonal(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    a, b = (normal_dim(node.arg(k, f"dim{k - 1}", k - 2), rank) for k in (2, 3))
+    names = letters(rank)
+    kinds = f"{names[a]}: whole, {names[b]}: whole, y: whole"
+    return f"{' '.join(names)} -> {' '.join(n for i, n in enumerate(names) if i not in (a, b))} y ; {kinds}"
+
+
+def _unfold(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    dim = normal_dim(node.args[1], rank)
+    out = list(names)
+    out[dim] = "y"
+    return f"{' '.join(names)} -> {' '.join(out)} w ; {names[dim]}: whole, y: whole, w: whole"
+
+
 RULES = (
     *(
         Rule(f"aten.{op}", _view, "moves", shape_arg=1, samples=("f[4, 6, 8], (24, 8)", "f[24, 8], (4, 6, 8)", "f[4, 12], (4, 3, 4)"))
         for op in ("view.default", "_unsafe_view.default", "reshape.default")
     ),
+    Rule("aten.squeeze.default", _view, "moves", samples=("f[4, 1, 6]",)),
     Rule("aten.unsqueeze.default", _view, "moves", samples=("f[4, 6], 1",)),
     Rule("aten.squeeze.dim", _view, "moves", samples=("f[4, 1, 6], 1",)),
     Rule("aten.squeeze.dims", _view, "moves", samples=("f[4, 1, 6], (1,)",)),
@@ -139,10 +272,21 @@ RULES = (
     Rule("aten.transpose.int", _transpose, "moves", samples=("f[4, 6, 8], 1, 2", "f[4, 6, 8], -1, 0")),
     Rule("aten.t.default", _t, "moves", samples=("f[4, 6]",)),
     Rule("aten.expand.default", _expand, "moves", shape_arg=1, samples=("f[4, 1, 8], (4, 6, 8)", "f[8], (4, 6, 8)")),
-    Rule("aten.clone.default", "* -> *", "moves", samples=("f[4, 6]",)),
     Rule("aten.slice.Tensor", _slice, "moves", soft=True, local=_slice_local, samples=("f[4, 12], 1, 4, 8", "f[4, 12], 1, 0, 11", "f[4, 12], 0")),
     Rule("aten.slice_backward.default", _slice_backward, "moves", soft=True, local=_slice_backward_local,
          samples=("f[4, 4], (4, 12), 1, 4, 8, 1", "f[4, 11], (4, 12), 1, 0, 11, 1")),
     Rule("aten.cat.default", _cat, "moves", soft=True, samples=("[f[4, 6], f[4, 6]], 1", "[f[4, 6], f[4, 2]], 1")),
+    Rule("aten.stack.default", _stack, "moves", samples=("[f[4, 6], f[4, 6]], 1", "[f[4, 6], f[4, 6]], -1")),
+    Rule("aten.select.int", _select, "moves", samples=("f[4, 6, 2], 1, 2", "f[4, 6], -1, 0")),
+    Rule("aten.select_backward.default", _select_backward, "moves", shape_arg=1, samples=("f[4, 2], (4, 6, 2), 1, 2",)),
+    Rule("aten.repeat.default", _repeat, "moves", local=_repeat_local, samples=("f[4, 6], (2, 1, 4)", "f[4, 6], (3, 2)")),
+    Rule("aten.repeat_interleave.self_int", _interleave, "moves", local=_interleave_local, samples=("f[4, 6], 2, 1", "f[4, 6], 3, 0", "f[4, 6], 2")),
+    Rule("aten.flip.default", _flip, "moves", samples=("f[4, 6], (1,)",)),
+    Rule("aten.roll.default", _roll, "moves", samples=("f[4, 6], (1,), (1,)", "f[4, 6], (1,)")),
+    Rule("aten.constant_pad_nd.default", _pad, _pad_linear, samples=("f[4, 6], (1, 2)", "f[4, 6], (0, 0, 1, 0), 1.5")),
+    Rule("aten.tril.default", _triangle, "0", local=_triangle_local, samples=("f[4, 6]", "f[2, 6, 4], 1")),
+    Rule("aten.triu.default", _triangle, "0", local=_triangle_local, samples=("f[4, 6]", "f[2, 6, 4], -1")),
+    Rule("aten.diagonal.default", _diagonal, "moves", samples=("f[4, 6, 6], 0, 1, 2", "f[4, 4]")),
+    Rule("aten.unfold.default", _unfold, "moves", samples=("f[4, 6], 1, 2, 2",)),
 )  # fmt: skip
 

@@ -1,0 +1,62 @@
+"""Rows of fused attention: batch and heads are plain, sequence and head dims whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.program import Node, Ref
+from autopar.rules.rule import Rule, Types
+
+_WHOLE = "q: whole, k: whole, d: whole, e: whole"
+
+
+def _mask_term(shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
+    """The term of a tensor that broadcasts to dims of the given names and sizes."""
+    own = full[len(full) - len(shape) :]
+    return " ".join("1" if s == 1 and size != 1 else name for s, (name, size) in zip(shape, own))
+
+
+def _heads(q: Sequence[int], k: Sequence[int]) -> tuple[str, str]:
+    """The factor of the query heads and of the key heads: one, unless several query heads share a key head."""
+    return ("h", "h") if q[1] == k[1] else ("(g=%d r)" % k[1], "g")
+
+
+def _parts(node: Node, types: Types, first: int) -> tuple[dict[str, str], Sequence[tuple[str, int]]]:
+    q, k = (types[node.args[first + i].name].shape for i in (0, 1))
+    query_heads, key_heads = _heads(q, k)
+    terms = {"q": f"b {query_heads} q d", "k": f"b {key_heads} k d", "v": f"b {key_heads} k e", "o": f"b {query_heads} q e"}
+    terms["lse"] = f"b {query_heads} q"
+    return terms, (("b", q[0]), (query_heads, q[1]), ("q", q[2]), ("k", k[2]))
+
+
+def _mask(node: Node, types: Types, dims: Sequence[tuple[str, int]], position: int, name: str) -> list[str]:
+    mask = node.arg(position, name)
+    return [_mask_term(types[mask.name].shape, dims)] if isinstance(mask, Ref) else []
+
+
+def _cpu_flash(node: Node, types: Types) -> str:
+    t, dims = _parts(node, types, 0)
+    terms = [t["q"], t["k"], t["v"], *_mask(node, types, dims, 99, "attn_mask")]
+    return f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_WHOLE}, r: whole"
+
+
+def _cpu_flash_backward(node: Node, types: Types) -> str:
+    t, dims = _parts(node, types, 1)
+    terms = [t["o"], t["q"], t["k"], t["v"], t["o"], t["lse"], *_mask(node, types, dims, 99, "attn_mask")]
+    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_WHOLE}, r: whole"
+
+
+RULES = (
+    Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, contraction=True, samples=(
+        "f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2]",
+        "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], 0.0, True",
+        "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 1, 4, 6]",
+        "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 6], scale=0.5",
+    )),
+    Rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", _cpu_flash_backward, "0", contraction=True,
+         contiguous=(0, 1, 2, 3, 4), samples=(
+             "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, False",
+             "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, True",
+             "f[4, 2, 4, 2], f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], f[4, 2, 4, 2], f[4, 2, 4], 0.0, False, attn_mask=f[4, 1, 4, 6]",
+         )),
+)  # fmt: skip

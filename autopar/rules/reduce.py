@@ -1,0 +1,94 @@
+"""Rows of reductions and of ops that need a whole dim: sums, extrema, scans, norms, softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from autopar.ir.program import Node
+from autopar.rules.rule import Rule, Types, letters, normal_dim
+
+
+def reduced_dims(dims: Any, rank: int) -> set[int]:
+    """The dims that a ``dim`` argument names, from the left; None and the empty list are all of them."""
+    if dims is None or dims == ():
+        return set(range(rank))
+    return {normal_dim(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
+
+
+def reduction(kind: str, dim: int | None = 1, keepdim: int | None = 2, empty_is_all: bool = True) -> Callable[[Node, Types], str]:
+    """The row of an op that reduces dims; ``dim`` and ``keepdim`` are the positions of these arguments (None: it has none)."""
+
+    def row(node: Node, types: Types) -> str:
+        rank = len(types[node.refs()[0]].shape)
+        dims = None if dim is None else node.arg(dim, "dim")
+        gone = set() if dims == () and not empty_is_all else reduced_dims(dims, rank)
+        keep = keepdim is not None and bool(node.arg(keepdim, "keepdim", False))
+        names = letters(rank)
+        out = " ".join("1" if i in gone else n for i, n in enumerate(names) if keep or i not in gone)
+        kinds = ", ".join(f"{names[i]}: {kind}" for i in sorted(gone))
+        return f"{' '.join(names)} -> {', '.join(out for _ in node.outs)} ; {kinds}"
+
+    return row
+
+
+def whole_dims(dims: Callable[[Node, int], Iterable[int]]) -> Callable[[Node, Types], str]:
+    """The row of an op on tensors of one shape that needs some dims whole; ``dims`` gives them from node and rank."""
+
+    def row(node: Node, types: Types) -> str:
+        rank = len(types[node.refs()[0]].shape)
+        names = letters(rank)
+        term = " ".join(names)
+        kinds = ", ".join(f"{names[normal_dim(d, rank)]}: whole" for d in dims(node, rank) if rank)
+        return f"{', '.join(term for _ in node.refs())} -> {', '.join(term for _ in node.outs)} ; {kinds}"
+
+    return row
+
+
+def dim_at(position: int, name: str = "dim", default: int = -1) -> Callable[[Node, int], Iterable[int]]:
+    """The dim that an argument names."""
+    return lambda node, rank: (node.arg(position, name, default),)
+
+
+def _summing(node: Node, types: Types) -> str:
+    """A sum is linear unless it casts: floats to whole numbers, bools to numbers."""
+    source, target = types[node.refs()[0]].dtype, types[node.outs[0]].dtype
+    return "" if source.is_floating_point and not target.is_floating_point else "0"
+
+
+_BOOLS = "a collective doesn't reduce bools"
+
+RULES = (
+    Rule("aten.sum.default", reduction("sum", None, None), _summing, samples=("f[4, 6]", "b[4, 6]")),
+    Rule("aten.sum.dim_IntList", reduction("sum"), _summing,
+         samples=("f[4, 6], (1,)", "f[4, 6, 2], (0, -1), True", "f[4, 6], None", "b[4, 6], (0,)", "f[4, 6], (-1,), dtype=i64")),
+    Rule("aten.amax.default", reduction("max"), samples=("f[4, 6], (1,)", "f[4, 6], (-1,), True", "f[4, 6]")),
+    Rule("aten.amin.default", reduction("min"), samples=("f[4, 6], (1,)", "f[4, 6], (-1,), True", "f[4, 6]")),
+    Rule("aten.max.default", reduction("max", None, None), samples=("f[4, 6]",)),
+    Rule("aten.min.default", reduction("min", None, None), samples=("f[4, 6]",)),
+    Rule("aten.max.dim", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True")),
+    Rule("aten.min.dim", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True")),
+    Rule("aten.argmax.default", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True", "f[4, 6]")),
+    Rule("aten.argmin.default", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True", "f[4, 6]")),
+    Rule("aten.prod.default", reduction("whole", None, None), samples=("f[4, 6]",)),
+    Rule("aten.prod.dim_int", reduction("whole"), samples=("f[4, 6], 1",)),
+    Rule("aten.any.default", reduction("whole", None, None), samples=("b[4, 6]",), timid_ok=_BOOLS),
+    Rule("aten.any.dim", reduction("whole"), samples=("b[4, 6], 1",), timid_ok=_BOOLS),
+    Rule("aten.any.dims", reduction("whole"), samples=("b[4, 6], (1,)",), timid_ok=_BOOLS),
+    Rule("aten.all.default", reduction("whole", None, None), samples=("b[4, 6]",), timid_ok=_BOOLS),
+    Rule("aten.all.dim", reduction("whole"), samples=("b[4, 6], 1",), timid_ok=_BOOLS),
+    Rule("aten.count_nonzero.default", reduction("sum", 1, None), samples=("b[4, 6]",)),
+    Rule("aten.count_nonzero.dim_IntList", reduction("sum", 1, None), samples=("b[4, 6], (1,)",)),
+    Rule("aten.logsumexp.default", reduction("whole"), samples=("f[4, 6], (1,)",)),
+    Rule("aten.linalg_vector_norm.default", reduction("whole", 2, 3), samples=("f[4, 6], 2.0, (1,)", "f[4, 6], 3.0, None, True")),
+    Rule("aten.cumsum.default", whole_dims(dim_at(1)), "0", samples=("f[4, 6], 1", "f[4, 6], 0")),
+    Rule("aten.cumprod.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
+    Rule("aten.cummax.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
+    Rule("aten.logcumsumexp.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
+    Rule("aten.sort.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1", "f[4, 6]")),
+    Rule("aten._softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1, False", "f[4, 6], 0, False")),
+    Rule("aten._log_softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1, False",)),
+    Rule("aten._safe_softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1",)),
+    Rule("aten._softmax_backward_data.default", whole_dims(dim_at(2)), "0", samples=("f[4, 6], f[4, 6], -1, f64",)),
+    Rule("aten._log_softmax_backward_data.default", whole_dims(dim_at(2)), "0", samples=("f[4, 6], f[4, 6], -1, f64",)),
+)  # fmt: skip

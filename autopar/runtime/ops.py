@@ -1,0 +1,126 @@
+"""Ops that generated code needs and torch doesn't have: lookups in a piece of a table, random numbers of a piece.
+
+Pure functions of tensors and numbers. ``start`` and ``starts`` say where a piece begins in the whole tensor; with 0 and the whole
+sizes each op is the plain single-device one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.errors import InputError
+from autopar.runtime import random
+
+__all__ = [
+    "arange", "bernoulli", "dropout", "embedding", "embedding_backward", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
+]  # fmt: skip
+
+
+def _inside(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """``index`` relative to a piece of ``size`` that begins at ``start``, 0 where it is outside; and whether it is inside."""
+    local = index - start
+    inside = (local >= 0) & (local < size)
+    return torch.where(inside, local, 0), inside
+
+
+def embedding(weight: Tensor, index: Tensor, start: int) -> Tensor:
+    """Rows of a piece of the table that begins at row ``start``; zeros where the index is in another piece.
+
+    The sum over all pieces is the lookup in the whole table.
+    """
+    local, inside = _inside(index, start, weight.shape[0])
+    return torch.where(inside.unsqueeze(-1), torch.nn.functional.embedding(local, weight), 0)
+
+
+def embedding_backward(grad: Tensor, index: Tensor, padding_idx: int, rows: int, start: int) -> Tensor:
+    """Gradient of rows ``[start, start + rows)`` of the table. ``padding_idx`` is global, negative for none."""
+    local, inside = _inside(index, start, rows)
+    if padding_idx >= 0:
+        inside = inside & (index != padding_idx)
+    width = grad.shape[-1]
+    values = torch.where(inside.unsqueeze(-1), grad, 0).reshape(-1, width)
+    return grad.new_zeros((rows, width)).index_add(0, local.reshape(-1), values)
+
+
+def pick(x: Tensor, index: Tensor, dim: int, start: int) -> Tensor:
+    """``x[..., index, ...]`` along ``dim``, one element for every place of the other dims; 0 where the index is in another piece."""
+    local, inside = _inside(index, start, x.shape[dim])
+    return torch.where(inside, x.gather(dim, local.unsqueeze(dim)).squeeze(dim), 0)
+
+
+def unpick(grad: Tensor, index: Tensor, dim: int, size: int, start: int) -> Tensor:
+    """The adjoint of ``pick``: zeros of ``size`` along ``dim`` with ``grad`` at ``index``. ``dim`` counts the result's dims."""
+    local, inside = _inside(index, start, size)
+    dim = dim % (grad.dim() + 1)
+    shape = list(grad.shape)
+    shape.insert(dim, size)
+    return grad.new_zeros(shape).scatter(dim, local.unsqueeze(dim), torch.where(inside, grad, 0).unsqueeze(dim))
+
+
+def dropout(x: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """``x`` where ``keep``, scaled; forward and backward of dropout alike.
+
+    The mask is scaled before the product, as torch does it: in bfloat16 the order shows.
+    """
+    return x * keep.to(x.dtype).mul(scale)
+
+
+def arange(
+    length: int, offset: int, start: float, step: float, *, dtype: torch.dtype, device: torch.device | str | None = None
+) -> Tensor:
+    """Elements ``[offset, offset + length)`` of ``start, start + step, start + 2 * step, ...``"""
+    index = torch.arange(offset, offset + length, device=device)
+    if dtype.is_floating_point:
+        return (index.to(torch.float64) * step + start).to(dtype)
+    return (index * int(step) + int(start)).to(dtype)
+
+
+def tril(x: Tensor, diagonal: int, row: int, column: int) -> Tensor:
+    """The lower triangle of a matrix of which ``x`` is the piece that begins at ``row`` and ``column``."""
+    return x.tril(diagonal + row - column)
+
+
+def triu(x: Tensor, diagonal: int, row: int, column: int) -> Tensor:
+    """The upper triangle of a matrix of which ``x`` is the piece that begins at ``row`` and ``column``."""
+    return x.triu(diagonal + row - column)
+
+
+def _piece(sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]) -> random.Piece:
+    if not len(sizes) == len(starts) == len(strides):
+        raise InputError(f"{len(sizes)} sizes, {len(starts)} starts and {len(strides)} strides of the atoms of one random tensor")
+    return random.Piece(tuple(sizes), tuple(starts), tuple(strides))
+
+
+def keep(key: Tensor, site: int, p: float, shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Mask of dropout: False with probability ``p``. Atoms as in ``random.Piece``."""
+    return random.keep(key, site, _piece(sizes, starts, strides), tuple(shape), p)
+
+
+def uniform(
+    key: Tensor, site: int, shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Numbers in [0, 1)."""
+    return random.uniform(key, site, _piece(sizes, starts, strides), tuple(shape), dtype)
+
+
+def normal(
+    key: Tensor, site: int, shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Standard normal numbers."""
+    return random.normal(key, site, _piece(sizes, starts, strides), tuple(shape), dtype)
+
+
+def randint(
+    key: Tensor, site: int, low: int, high: int, shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Integers in [low, high)."""
+    return random.randint(key, site, _piece(sizes, starts, strides), tuple(shape), low, high, dtype)
+
+
+def bernoulli(key: Tensor, site: int, probs: Tensor, sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """0 or 1 in the dtype of ``probs``, 1 with that probability."""
+    return random.bernoulli(key, site, _piece(sizes, starts, strides), probs)
