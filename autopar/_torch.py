@@ -6,7 +6,7 @@ Tried on: torch 2.13.0. A name that moves in a later torch is mended here and no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, annotate
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,7 +40,7 @@ from autopar.ir.program import TensorType
 __all__ = [
     "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "GradAOTOutput",
     "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput", "ReplaceMode",
-    "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves", "annotate", "fake_mode", "fake_like", "infer",
+    "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves", "annotate", "compiling", "fake_mode", "fake_like", "infer",
     "is_accumulation", "is_random", "is_wrapped", "resolve", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
 ]  # fmt: skip
 
@@ -132,6 +132,20 @@ def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | 
 # -- tracing -------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true in here: the public question by which a model asks whether it may look at values.
+
+    Exporting stays false: models answer that with masks written out, where a compiler keeps ``is_causal``.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
 def trace_joint(module: nn.Module, args: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> fx.GraphModule:
     """The functional ATen graph of a module's forward and, if its first output requires grad, backward, with descriptors.
 
@@ -141,6 +155,7 @@ def trace_joint(module: nn.Module, args: tuple[torch.Tensor, ...], mode: FakeTen
     with ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mode)
+        stack.enter_context(preserve_node_meta())  # a trace without backward would drop annotations otherwise
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 

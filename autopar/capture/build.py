@@ -39,6 +39,24 @@ _OUT_NAMES: Mapping[str, tuple[str, ...]] = {
     "aten.topk.default": ("", "indices"),
     "aten.sort.default": ("", "indices"),
 }
+_SHORT: Mapping[str, str] = {
+    "scaled_dot_product_flash_attention_for_cpu": "sdpa",
+    "scaled_dot_product_flash_attention_for_cpu_backward": "sdpa_backward",
+    "native_layer_norm": "layer_norm",
+    "native_layer_norm_backward": "layer_norm_backward",
+    "native_dropout": "dropout",
+    "native_dropout_backward": "dropout_backward",
+    "native_batch_norm": "batch_norm",
+    "native_batch_norm_backward": "batch_norm_backward",
+    "log_softmax_backward_data": "log_softmax_backward",
+    "softmax_backward_data": "softmax_backward",
+    "nll_loss_forward": "nll_loss",
+    "embedding_dense_backward": "embedding_backward",
+    "unsafe_view": "view",
+    "to_copy": "to",
+}
+# Sizes among the arguments in which -1 stands for something that is known here.
+_SIZED = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.expand.default"})
 _RESERVED = frozenset(keyword.kwlist) | frozenset(dir(builtins)) | {"torch", "aten", "comm", "autopar", "self"}
 
 
@@ -191,13 +209,25 @@ class Builder:
         if op in _SAME or (op == "aten._to_copy.default" and self._keeps_dtype(args, kwargs)):
             self.env[node] = args[0].name
             return
+        if op == "aten.cat.default":
+            # torch lets an empty vector take part in any cat (caches begin so); it adds nothing.
+            args = (tuple(a for a in args[0] if self.types[a.name].shape != (0,)) or args[0], *args[1:])
+            if len(args[0]) == 1:
+                self.env[node] = args[0][0].name
+                return
+        if op == "aten.slice.Tensor" and self.types[args[0].name] == _type(node.meta["val"]):
+            self.env[node] = args[0].name  # x[:]
+            return
         if op == "aten.copy.default":
             self.env[node] = self._copy(node, args, phase, where)
             return
         value = node.meta.get("val")
         outs = value if isinstance(value, (tuple, list)) else (value,)
         names: list[str] = []
-        stem = ("d_" if phase == "backward" else "") + (f"{where.module}_" if where.module else "") + node.target._schema.name.split("::")[1].strip("_")
+        if op in _SIZED:
+            args = (args[0], _type(value).shape, *args[2:])
+        short = node.target._schema.name.split("::")[1].strip("_")
+        stem = _stem(phase, where) + _SHORT.get(short, short)
         for index, out in enumerate(outs):
             if not isinstance(out, torch.Tensor):
                 names.append("")
@@ -224,9 +254,9 @@ class Builder:
     def _copy(self, node: fx.Node, args: tuple[Any, ...], phase: Phase, where: Where) -> str:
         """``copy(to, from)`` has the shape and dtype of the first and the values of the second: the first itself is never read."""
         target, source = self.types[args[0].name], args[1].name
-        stem = ("d_" if phase == "backward" else "") + (f"{where.module}_" if where.module else "")
+        stem = _stem(phase, where)
         if self.types[source].dtype != target.dtype:
-            name = self._define(stem + "to_copy", TensorType(target.dtype, self.types[source].shape), node, where)
+            name = self._define(stem + "to", TensorType(target.dtype, self.types[source].shape), node, where)
             self.nodes.append(Node("aten._to_copy.default", (Ref(source),), (name,), (("dtype", target.dtype),), phase, where))
             source = name
         if self.types[source].shape != target.shape:
@@ -382,6 +412,10 @@ class _Placed:
 def _annotated(node: fx.Node) -> Where | None:
     found = node.meta.get("custom", {}).get(KEY)
     return Where(*found) if found is not None else None
+
+
+def _stem(phase: Phase, where: Where) -> str:
+    return ("d_" if phase == "backward" else "") + (f"{where.module}_" if where.module else "")
 
 
 def _type(value: Any) -> TensorType:

@@ -85,7 +85,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         yield "param", name, parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield "buffer", name, buffer
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
                 yield "const", f"{path}.{key}" if path else key, value
@@ -157,7 +157,7 @@ class _Run:
             elif not self.model.training:
                 self.model.train()
             try:
-                with self.modules.entered():
+                with self.modules.entered(), _torch.compiling():
                     yield Step(self)
             except AutoparError:
                 raise
@@ -173,7 +173,7 @@ class _Run:
                 fake = nn.Parameter(fake, requires_grad=group.trainable and self.grads)
                 self.parameters[id(fake)] = group.names[0]
             fakes.update(dict.fromkeys(group.names, fake))
-        for path, module in self.model.named_modules(remove_duplicate=False):
+        for path, module in self.model.named_modules():
             own = vars(module)
             stem = f"{path}." if path else ""
             for key, value in list(own.items()):
