@@ -128,6 +128,8 @@ def bind(
     ``linear``: sets of operands separated by ``|``, such as ``0 | 1`` (either), ``0 1`` (both together), ``all`` or ``moves``.
     """
     in_terms, out_terms, kinds = parse(text)
+    if not in_terms and len(inputs) == 1:
+        in_terms = [""]  # one operand without dims
     if len(in_terms) != len(inputs) or len(out_terms) != len(outputs):
         raise RuleError(
             f"row {text!r} has {len(in_terms)} operands and {len(out_terms)} outputs, the node {len(inputs)} and {len(outputs)}",

@@ -1,0 +1,326 @@
+"""Canonical form: fused ops whose inside must be cut become the ops they are made of; what does nothing is dropped.
+
+Every rewrite is a row of ``REWRITES``: an op, and a function of builder and node that gives the values of its outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar._torch import infer, resolve
+from autopar.errors import RuleError, UnsupportedError
+from autopar.ir.builder import Builder
+from autopar.ir.program import Input, Node, Program, Ref, TensorType
+from autopar.rules.rule import normal_dim
+from autopar.runtime.random import site
+
+KEY = "key"
+Rewrite = Callable[[Builder, Node], Any]
+
+
+def infer_types(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TensorType | None, ...]:
+    """Output types of a torch op by name."""
+    return infer(resolve(op), args, kwargs)
+
+
+def canonicalize(program: Program) -> Program:
+    """The program in canonical form; an extra input ``key`` where it draws random numbers."""
+    builder = Builder(program, infer_types)
+    calls: dict[tuple[str, str], int] = defaultdict(int)
+    for node in program.nodes:
+        node = replace(node, args=builder.resolve(node.args), kwargs=tuple((k, builder.resolve(v)) for k, v in node.kwargs))
+        builder.at(node)
+        if node.op in RANDOM:
+            stem, rewrite = RANDOM[node.op]
+            number = calls[node.where.module, stem]
+            calls[node.where.module, stem] += 1
+            results = rewrite(builder, node, site(node.where.module, stem, number))
+        elif node.op in REWRITES:
+            results = REWRITES[node.op](builder, node)
+        else:
+            results = None
+        if results is None:
+            builder.emit(node, program.types)
+            builder.env.update({o: o for o in node.outs if o})
+            continue
+        for old, new in zip(node.outs, results if isinstance(results, tuple) else (results,), strict=True):
+            if old and new is not None:
+                builder.env[old] = new.name
+    inputs = program.inputs
+    if any(KEY in n.refs() for n in builder.nodes):
+        inputs = (*inputs, Input(KEY, "key", KEY))
+        builder.types[KEY] = TensorType(torch.int64, (2,))
+    outputs = tuple(replace(o, value=builder.env.get(o.value, o.value)) for o in program.outputs)
+    return prune(replace(program, inputs=inputs, nodes=tuple(builder.nodes), outputs=outputs, types=builder.types))
+
+
+def prune(program: Program) -> Program:
+    """Drops nodes that no output depends on and marks outputs that nobody reads."""
+    needed = {o.value for o in program.outputs}
+    kept = []
+    for node in reversed(program.nodes):
+        if not any(o in needed for o in node.outs):
+            continue
+        needed.update(node.refs())
+        kept.append(replace(node, outs=tuple(o if o in needed else "" for o in node.outs)))
+    nodes = tuple(reversed(kept))
+    alive = {i.name for i in program.inputs} | {o for n in nodes for o in n.outs if o}
+    return replace(program, nodes=nodes, types={k: t for k, t in program.types.items() if k in alive})
+
+
+def _same(b: Builder, n: Node) -> Any:
+    return n.args[0]
+
+
+def _same_if_equal(b: Builder, n: Node) -> Any:
+    (ref,) = [r for r in n.args if isinstance(r, Ref)][:1]
+    source = b.type(ref)
+    made = infer_types(n.op, tuple(b.type(a) if isinstance(a, Ref) else a for a in n.args), dict(n.kwargs))[0]
+    return ref if made == source else None
+
+
+def _addmm(b: Builder, n: Node) -> Any:
+    bias, left, right = n.args[:3]
+    product = b.call("aten.mm.default" if n.op == "aten.addmm.default" else "aten.bmm.default", left, right)
+    alpha, beta = n.arg(4, "alpha", 1), n.arg(3, "beta", 1)
+    if alpha != 1:
+        product = b.call("aten.mul.Tensor", product, alpha)
+    if beta != 1:
+        bias = b.call("aten.mul.Tensor", bias, beta)
+    return b.call("aten.add.Tensor", product, bias)
+
+
+def _split(b: Builder, n: Node) -> Any:
+    x, sizes, dim = n.args[0], n.args[1], n.arg(2, "dim", 0)
+    total = b.type(x).shape[normal_dim(dim, len(b.type(x).shape))]
+    if isinstance(sizes, int):
+        sizes = tuple(min(sizes, total - i) for i in range(0, total, sizes)) or (0,)
+    out, at = [], 0
+    for k, size in enumerate(sizes):
+        wanted = k < len(n.outs) and n.outs[k]
+        out.append((x if size == total else b.call("aten.slice.Tensor", x, dim, at, at + size)) if wanted else None)
+        at += size
+    return tuple(out)
+
+
+def _chunk(b: Builder, n: Node) -> Any:
+    x, count, dim = n.args[0], n.args[1], n.arg(2, "dim", 0)
+    total = b.type(x).shape[normal_dim(dim, len(b.type(x).shape))]
+    return _split(b, n.with_args(x, -(-total // count), dim))
+
+
+def _unbind(b: Builder, n: Node) -> Any:
+    dim = n.arg(1, "dim", 0)
+    return tuple(b.call("aten.select.int", n.args[0], dim, i) if o else None for i, o in enumerate(n.outs))
+
+
+def _stack(b: Builder, n: Node) -> Any:
+    dim = normal_dim(n.arg(1, "dim", 0), len(b.type(n.args[0][0]).shape) + 1)
+    return b.call("aten.cat.default", tuple(b.call("aten.unsqueeze.default", x, dim) for x in n.args[0]), dim)
+
+
+def _mean(b: Builder, n: Node) -> Any:
+    x, dims = n.args[0], n.arg(1, "dim", None) if n.op == "aten.mean.dim" else None
+    shape = b.type(x).shape
+    dims = tuple(range(len(shape))) if not dims else tuple(normal_dim(d, len(shape)) for d in dims)
+    dtype = dict(n.kwargs).get("dtype")
+    extra = {"dtype": dtype} if dtype is not None else {}
+    total = b.call("aten.sum.dim_IntList", x, dims, bool(n.arg(2, "keepdim", False)), **extra)
+    return b.call("aten.div.Tensor", total, math.prod(shape[d] for d in dims))
+
+
+def _var(b: Builder, n: Node) -> Any:
+    x, shape = n.args[0], b.type(n.args[0]).shape
+    dims = n.arg(1, "dim", None)
+    dims = tuple(range(len(shape))) if not dims else tuple(normal_dim(d, len(shape)) for d in dims)
+    count = math.prod(shape[d] for d in dims)
+    correction = dict(n.kwargs).get("correction")
+    mean = b.call("aten.div.Tensor", b.call("aten.sum.dim_IntList", x, dims, True), count)
+    centred = b.call("aten.sub.Tensor", x, mean)
+    keep = bool(n.arg(3, "keepdim", False))
+    total = b.call("aten.sum.dim_IntList", b.call("aten.mul.Tensor", centred, centred), dims, keep)
+    var = b.call("aten.div.Tensor", total, max(count - (1 if correction is None else correction), 0))
+    if n.op == "aten.var.correction":
+        return var
+    return var, mean if keep else b.call("aten.squeeze.dims", mean, dims)
+
+
+def _log_softmax(b: Builder, n: Node) -> Any:
+    x, dim = n.args[0], n.args[1]
+    if n.args[2]:
+        x = b.call("aten._to_copy.default", x, dtype=torch.float32)
+    if not b.type(x).shape:
+        return b.call("aten.sub.Tensor", x, x)
+    centred = b.call("aten.sub.Tensor", x, b.call("aten.amax.default", x, (dim,), True))
+    total = b.call("aten.sum.dim_IntList", b.call("aten.exp.default", centred), (dim,), True)
+    return b.call("aten.sub.Tensor", centred, b.call("aten.log.default", total))
+
+
+def _log_softmax_backward(b: Builder, n: Node) -> Any:
+    grad, out, dim, dtype = n.args
+    if not b.type(grad).shape:
+        result = b.call("aten.sub.Tensor", grad, grad)
+    else:
+        total = b.call("aten.sum.dim_IntList", grad, (dim,), True)
+        result = b.call("aten.sub.Tensor", grad, b.call("aten.mul.Tensor", b.call("aten.exp.default", out), total))
+    return result if b.type(result).dtype == dtype else b.call("aten._to_copy.default", result, dtype=dtype)
+
+
+def _labels(b: Builder, target: Ref, ignore: int) -> tuple[Ref, Ref]:
+    """(where labels are ignored, labels with those replaced by 0)."""
+    ignored = b.call("aten.eq.Scalar", target, ignore)
+    return ignored, b.call("aten.masked_fill.Scalar", target, ignored, 0)
+
+
+def _class_weight(b: Builder, weight: Ref, label: Ref) -> Ref:
+    picked = b.call("aten.embedding.default", b.call("aten.unsqueeze.default", weight, 1), label)
+    return b.call("aten.squeeze.dim", picked, -1)
+
+
+def _nll(b: Builder, n: Node) -> Any:
+    log_p, target, weight, reduction, ignore = n.args
+    like = b.type(log_p)
+    dim = 1 if len(like.shape) > 1 else 0
+    ignored, label = _labels(b, target, ignore)
+    picked = b.call("autopar.pick", log_p, label, dim, 0, types=(TensorType(like.dtype, b.type(target).shape),))
+    loss = b.call("aten.neg.default", picked)
+    valid = b.call("aten._to_copy.default", b.call("aten.logical_not.default", ignored), dtype=like.dtype)
+    if weight is not None:
+        scale = _class_weight(b, weight, label)
+        valid = b.call("aten.mul.Tensor", valid, scale)
+        loss = b.call("aten.mul.Tensor", loss, scale)
+    loss = b.call("aten.masked_fill.Scalar", loss, ignored, 0)
+    total = b.call("aten.sum.default", valid)
+    if reduction == 0:
+        return loss, total
+    loss = b.call("aten.sum.default", loss)
+    return (b.call("aten.div.Tensor", loss, total) if reduction == 1 else loss), total
+
+
+def _nll_backward(b: Builder, n: Node) -> Any:
+    grad, log_p, target, weight, reduction, ignore, total = n.args
+    like = b.type(log_p)
+    dim = 1 if len(like.shape) > 1 else 0
+    ignored, label = _labels(b, target, ignore)
+    if reduction == 1:
+        grad = b.call("aten.div.Tensor", grad, total)
+    grad = b.call("aten.neg.default", grad)
+    if reduction != 0 and b.type(target).shape:
+        grad = b.call("aten.expand.default", grad, b.type(target).shape)
+    if weight is not None:
+        grad = b.call("aten.mul.Tensor", grad, _class_weight(b, weight, label))
+    grad = b.call("aten.masked_fill.Scalar", grad, ignored, 0)
+    return b.call("autopar.unpick", grad, label, dim, like.shape[dim], 0, types=(TensorType(b.type(grad).dtype, like.shape),))
+
+
+def _embedding_backward(b: Builder, n: Node) -> Any:
+    grad, index, rows, padding, by_frequency = n.args
+    if by_frequency:
+        raise UnsupportedError("embedding(scale_grad_by_freq=True) is not supported", where=str(n.where), hint="leave it out")
+    kind = TensorType(b.type(grad).dtype, (rows, b.type(grad).shape[-1]))
+    return b.call("autopar.embedding_backward", grad, index, padding, rows, 0, types=(kind,))
+
+
+def _dropout_backward(b: Builder, n: Node) -> Any:
+    return b.call("autopar.dropout", *n.args, types=(b.type(n.args[0]),))
+
+
+REWRITES: dict[str, Rewrite] = {
+    "aten.detach.default": _same,
+    "aten.alias.default": _same,
+    "aten.clone.default": _same,
+    "aten.lift_fresh_copy.default": _same,
+    "aten.expand.default": _same_if_equal,
+    "aten.view.default": _same_if_equal,
+    "aten._unsafe_view.default": _same_if_equal,
+    "aten.slice.Tensor": _same_if_equal,
+    "aten._to_copy.default": _same_if_equal,
+    "aten.addmm.default": _addmm,
+    "aten.baddbmm.default": _addmm,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _chunk,
+    "aten.unbind.int": _unbind,
+    "aten.stack.default": _stack,
+    "aten.mean.default": _mean,
+    "aten.mean.dim": _mean,
+    "aten.var.correction": _var,
+    "aten.var_mean.correction": _var,
+    "aten._log_softmax.default": _log_softmax,
+    "aten._log_softmax_backward_data.default": _log_softmax_backward,
+    "aten.nll_loss_forward.default": _nll,
+    "aten.nll_loss2d_forward.default": _nll,
+    "aten.nll_loss_backward.default": _nll_backward,
+    "aten.nll_loss2d_backward.default": _nll_backward,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.native_dropout_backward.default": _dropout_backward,
+}
+
+
+def _place(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Sizes, starts and strides of a whole tensor's elements in its row-major global index."""
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return shape, (0,) * len(shape), strides
+
+
+def _keep(b: Builder, shape: tuple[int, ...], number: int, p: float, out: str | None = None) -> Ref:
+    return b.call("autopar.keep", Ref(KEY), number, float(p), shape, *_place(shape), out=out, types=(TensorType(torch.bool, shape),))
+
+
+def _native_dropout(b: Builder, n: Node, number: int) -> Any:
+    x, p, train = n.args
+    if train is False:
+        raise RuleError("native_dropout outside training", where=str(n.where))
+    kind = b.type(x)
+    mask = _keep(b, kind.shape, number, p)
+    return b.call("autopar.dropout", x, mask, 0.0 if p == 1 else 1.0 / (1.0 - p), types=(kind,)), mask
+
+
+def _bernoulli_p(b: Builder, n: Node, number: int) -> Any:
+    kind = b.type(n.args[0])
+    mask = _keep(b, kind.shape, number, 1.0 - n.arg(1, "p", 0.5))
+    return b.call("aten._to_copy.default", mask, dtype=kind.dtype)
+
+
+def _bernoulli(b: Builder, n: Node, number: int) -> Any:
+    kind = b.type(n.args[0])
+    return b.call("autopar.bernoulli", Ref(KEY), number, n.args[0], *_place(kind.shape), types=(kind,))
+
+
+def _draw(name: str, like: bool) -> Callable[[Builder, Node, int], Any]:
+    def rewrite(b: Builder, n: Node, number: int) -> Any:
+        (kind,) = infer_types(n.op, tuple(b.type(a) if isinstance(a, Ref) else a for a in n.args), dict(n.kwargs))
+        assert kind is not None
+        return b.call(f"autopar.{name}", Ref(KEY), number, kind.shape, *_place(kind.shape), kind.dtype, types=(kind,))
+
+    return rewrite
+
+
+def _randint(b: Builder, n: Node, number: int) -> Any:
+    (kind,) = infer_types(n.op, tuple(b.type(a) if isinstance(a, Ref) else a for a in n.args), dict(n.kwargs))
+    assert kind is not None
+    bounds = {"aten.randint.default": (0, n.args[0]), "aten.randint.low": n.args[:2], "aten.randint_like.default": (0, *n.args[1:2]),
+              "aten.randint_like.low_dtype": n.args[1:3]}[n.op]  # fmt: skip
+    return b.call("autopar.randint", Ref(KEY), number, *bounds, kind.shape, *_place(kind.shape), kind.dtype, types=(kind,))
+
+
+#: random ops: the name under which their calls are counted within a module, and their rewrite.
+RANDOM: dict[str, tuple[str, Callable[[Builder, Node, int], Any]]] = {
+    "aten.native_dropout.default": ("keep", _native_dropout),
+    "aten.bernoulli.p": ("keep", _bernoulli_p),
+    "aten.bernoulli.default": ("bernoulli", _bernoulli),
+    "aten.rand.default": ("uniform", _draw("uniform", False)),
+    "aten.rand_like.default": ("uniform", _draw("uniform", True)),
+    "aten.randn.default": ("normal", _draw("normal", False)),
+    "aten.randn_like.default": ("normal", _draw("normal", True)),
+    "aten.randint.default": ("randint", _randint),
+    "aten.randint.low": ("randint", _randint),
+    "aten.randint_like.default": ("randint", _randint),
+    "aten.randint_like.low_dtype": ("randint", _randint),
+}

@@ -1,0 +1,248 @@
+"""Choosing placements on one mesh axis: a mixed-integer program over the whole joint graph, repeated layers once.
+
+Each group of equal nodes picks one strategy. Between a producer and its consumers flows one unit from the placement it gives to the
+placement they take; the flow pays for the conversion. Consumers of one phase share a conversion; forward and backward don't (a
+gathered activation would stay alive between them).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost.device import Device
+from autopar.errors import PlanError
+from autopar.ir.program import Node, Program
+from autopar.layout.mesh import Mesh
+from autopar.layout.reshard import step_bytes, step_kind
+from autopar.layout.sharding import REPLICATE, Placement, Sharding
+from autopar.plan.solver import Model
+from autopar.rules import Rules
+from autopar.rules.atoms import Atoms
+from autopar.rules.strategies import Strategy, strategies
+
+#: a filter over the strategies of a node on an axis: (node number, node, its strategies) to those that the axis' role allows.
+Allowed = Callable[[int, Node, list[Strategy]], list[Strategy]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one axis is asked: the program, where earlier axes put everything, and what this axis may do.
+
+    Attributes:
+        layout: shardings so far of every operand and output: node number to (inputs, outputs).
+        inputs: shardings so far of the program's inputs.
+        allowed: filters a node's strategies by the role of the axis.
+        input_choices: placements that an input may have.
+        fixed_params: a parameter is used as it lies: no collective on it, only slices.
+        surcharge: extra seconds of a strategy (the price of memory, for one).
+    """
+
+    program: Program
+    atoms: Atoms
+    rules: Rules
+    mesh: Mesh
+    axis: str
+    device: Device
+    layout: Mapping[int, tuple[tuple[Sharding, ...], tuple[Sharding, ...]]]
+    inputs: Mapping[str, Sharding]
+    allowed: Allowed
+    input_choices: Callable[[str], list[Placement]]
+    fixed_params: bool
+    surcharge: Callable[[int, Node, Strategy], float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer: a strategy for every node, a placement for every input, the predicted seconds, and how large the problem was."""
+
+    nodes: Mapping[int, Strategy]
+    inputs: Mapping[str, Placement]
+    seconds: float
+    columns: int
+
+
+@dataclass
+class _Group:
+    """Equal nodes (or inputs): one decision."""
+
+    options: list[Strategy]
+    members: list[int | str] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    by_output: dict[tuple[int, Placement], list[int]] = field(default_factory=dict)
+    by_input: dict[tuple[int, Placement], list[int]] = field(default_factory=dict)
+
+
+def wildcard(path: str) -> str:
+    """A module path with its numbers replaced: layers that repeat share it."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def constants(program: Program) -> set[int]:
+    """Numbers of the nodes that depend on no input but constants: they are computed once, so their work costs nothing."""
+    known = {i.name for i in program.inputs if i.kind == "const"}
+    found = set()
+    for n, node in enumerate(program.nodes):
+        if all(r in known for r in node.refs()):
+            known.update(o for o in node.outs if o)
+            found.add(n)
+    return found
+
+
+def solve(problem: Problem) -> Choice:
+    """Finds the cheapest strategies. Raises PlanError where a node has none left."""
+    program, axis, ways = problem.program, problem.axis, problem.mesh[problem.axis]
+    groups: dict[tuple[object, ...], _Group] = {}
+    group_of: dict[int | str, _Group] = {}
+    for i in program.inputs:
+        key = ("input", i.kind, wildcard(i.path) if i.kind != "batch" else i.path, problem.inputs[i.name], program.types[i.name].dtype,
+               tuple(problem.input_choices(i.name)))  # fmt: skip
+        if key not in groups:
+            groups[key] = _Group([Strategy((), (p,)) for p in problem.input_choices(i.name)])
+        groups[key].members.append(i.name)
+        group_of[i.name] = groups[key]
+    seen: dict[tuple[object, ...], int] = defaultdict(int)
+    for n, node in enumerate(program.nodes):
+        place = (node.phase, node.region, node.where.module)
+        seen[place] += 1
+        inputs, outputs = problem.layout[n]
+        key = (*place[:2], wildcard(place[2]), seen[place], node.op, inputs, outputs, str(problem.atoms.rows[n]),
+               tuple(program.types[o].dtype if o else None for o in node.outs))  # fmt: skip
+        if key not in groups:
+            dims = [s.local_dims(problem.mesh) for s in (*inputs, *outputs)]
+            options = problem.allowed(n, node, strategies(problem.atoms.rows[n], dims, ways))
+            if not options:
+                raise PlanError(f"{node.op} has no placement that the role of axis {axis!r} allows", where=str(node.where))
+            groups[key] = _Group(options)
+        groups[key].members.append(n)
+        group_of[n] = groups[key]
+
+    model = Model()
+    free = constants(program)
+    for group in groups.values():
+        weight = len(group.members)
+        for option in group.options:
+            first = group.members[0]
+            seconds = 0.0 if isinstance(first, str) or first in free else _work(problem, first, option, ways)
+            if not isinstance(first, str):
+                seconds += problem.surcharge(first, program.nodes[first], option)
+            column = model.binary(weight * seconds * 1e6)
+            group.columns.append(column)
+            for k, p in enumerate(option.outputs):
+                group.by_output.setdefault((k, p), []).append(column)
+            for k, p in enumerate(option.inputs):
+                group.by_input.setdefault((k, p), []).append(column)
+        model.row([(c, 1.0) for c in group.columns], 1.0, 1.0)
+
+    _edges(problem, model, group_of)
+    values = model.solve()
+    chosen_nodes: dict[int, Strategy] = {}
+    chosen_inputs: dict[str, Placement] = {}
+    for group in groups.values():
+        option = group.options[max(range(len(group.columns)), key=lambda i: values[group.columns[i]])]
+        for member in group.members:
+            if isinstance(member, str):
+                chosen_inputs[member] = option.outputs[0]
+            else:
+                chosen_nodes[member] = option
+    seconds = sum(c * v for c, v in zip(model.cost, values, strict=True)) * 1e-6
+    return Choice(chosen_nodes, chosen_inputs, seconds, len(model.cost))
+
+
+def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group]) -> None:
+    """Flows between producers and consumers, and the conversions that consumers share."""
+    program, ways = problem.program, problem.mesh[problem.axis]
+    source: dict[str, tuple[int | str, int]] = {i.name: (i.name, 0) for i in program.inputs}
+    for n, node in enumerate(program.nodes):
+        source.update({o: (n, k) for k, o in enumerate(node.outs) if o})
+    params = {i.name for i in program.inputs_of("param")}
+    param_of_path = {i.path: i.name for i in program.inputs_of("param")}
+
+    # (producer group, output, consumer, operand, phase) -> how many such edges, and the local bytes of the value
+    counts: dict[tuple[int, int, int, int | str, str], int] = defaultdict(int)
+    objects: dict[int, _Group] = {}
+    shape: dict[tuple[int, int], tuple[int, int, bool]] = {}
+
+    def add(value: str, consumer: _Group, operand: int | str, phase: str) -> None:
+        member, out = source[value]
+        producer = group_of[member]
+        objects[id(producer)], objects[id(consumer)] = producer, consumer
+        counts[id(producer), out, id(consumer), operand, phase] += 1
+        sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
+        shape[id(producer), out] = (math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize, value in params)
+
+    for n, node in enumerate(program.nodes):
+        for k, name in enumerate(node.refs()):
+            add(name, group_of[n], k, node.phase)
+    for output in program.outputs:
+        if output.kind == "grad":
+            add(output.value, group_of[param_of_path[output.path]], "grad", "grad")
+        else:
+            add(output.value, _SINK if output.kind in ("loss", "buffer") else _ANY, "sink", output.kind)
+
+    shared: dict[tuple[object, ...], int] = {}
+    for (p_id, out, c_id, operand, phase), count in counts.items():
+        producer, consumer = objects[p_id], objects[c_id]
+        numel, itemsize, is_param = shape[p_id, out]
+        if consumer is _ANY:
+            continue
+        if consumer is _SINK:
+            needs: Sequence[tuple[Placement, list[int] | None]] = [(REPLICATE, None)]
+        elif operand == "grad":
+            needs = [(p, columns) for (_, p), columns in consumer.by_output.items()]
+        else:
+            needs = [(p, columns) for (k, p), columns in consumer.by_input.items() if k == operand]
+        gives = [(p, columns) for (k, p), columns in producer.by_output.items() if k == out]
+        into: dict[Placement, list[int]] = defaultdict(list)
+        for have, have_columns in gives:
+            row = [(c, -1.0) for c in have_columns]
+            for want, _ in needs:
+                kind = "keep" if have == want else step_kind(have, want)
+                if kind is None or (is_param and problem.fixed_params and kind not in ("keep", "slice")):
+                    continue
+                flow = model.real()
+                row.append((flow, 1.0))
+                into[want].append(flow)
+                if kind in ("keep", "slice"):
+                    continue
+                key = (p_id, out, phase, have, want)
+                if key not in shared:
+                    if operand == "grad" and kind == "all_reduce":
+                        kind = "reduce_scatter"  # the owner needs its part only
+                    seconds = problem.device.comm_seconds(step_bytes(kind, numel, itemsize, ways))
+                    shared[key] = model.real(max(count, 1) * seconds * 1e6)
+                model.row([(shared[key], 1.0), (flow, -1.0)], 0.0, math.inf)
+            model.row(row, 0.0, 0.0)
+        for want, want_columns in needs:
+            flows = [(f, 1.0) for f in into[want]]
+            if want_columns is None:
+                model.row(flows, 1.0, 1.0)
+            else:
+                model.row([*flows, *((c, -1.0) for c in want_columns)], 0.0, 0.0)
+
+
+_SINK = _Group([])  # a value that must end replicated
+_ANY = _Group([])  # a value that may end as it is
+
+
+def _work(problem: Problem, n: int, option: Strategy, ways: int) -> float:
+    """Seconds of one node under a strategy, before any communication."""
+    node, row = problem.program.nodes[n], problem.atoms.rows[n]
+    if row.moves:
+        return 0.0
+    inputs, outputs = problem.layout[n]
+    share = ways if option.factor else 1
+    types = problem.program.types
+    nbytes = sum(
+        math.prod(s.local_shape(problem.mesh)) * types[name].dtype.itemsize
+        for s, name in zip((*inputs, *outputs), (*node.refs(), *node.outs), strict=True)
+        if name
+    )
+    flops = 0.0
+    if problem.rules[node.op].contraction:
+        cut = max((math.prod(s.shape) / max(math.prod(s.local_shape(problem.mesh)), 1) for s in (*inputs, *outputs)), default=1.0)
+        flops = 2.0 * math.prod(row.sizes.values()) / cut
+    return problem.device.seconds(flops / share, nbytes / share)

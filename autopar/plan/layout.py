@@ -1,0 +1,240 @@
+"""Where every tensor lives: one axis after the other, each by the program of ``plan.axis`` under the role of the axis."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.cost.device import GENERIC, Device
+from autopar.errors import PlanError
+from autopar.ir.program import Node, Program
+from autopar.layout.mesh import Mesh
+from autopar.layout.reshard import step_kind
+from autopar.layout.sharding import REPLICATE, Placement, Sharding, shard
+from autopar.plan.axis import Choice, Problem, solve
+from autopar.rules import Rules
+from autopar.rules.atoms import Atoms
+from autopar.rules.strategies import Strategy, strategies
+
+NodeShardings = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shardings of every input and of every node's operands and outputs (by node number), and notes on what could not be had."""
+
+    inputs: Mapping[str, Sharding]
+    nodes: Mapping[int, NodeShardings]
+    notes: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def replicated(program: Program, atoms: Atoms) -> Layout:
+    """The layout in which every rank does everything: the start of every search."""
+    inputs = {i.name: atoms.replicated(i.name) for i in program.inputs}
+    nodes = {}
+    for n, node in enumerate(program.nodes):
+        row = atoms.rows[n]
+        outs = tuple(atoms.replicated(o) if o else Sharding(()) for o in node.outs)
+        nodes[n] = (tuple(atoms.replicated(r) for r in node.refs()), outs)
+        assert len(row.inputs) == len(nodes[n][0])
+    return Layout(inputs, nodes)
+
+
+def apply(layout: Layout, axis: str, mesh: Mesh, nodes: Mapping[int, Strategy], inputs: Mapping[str, Placement]) -> Layout:
+    """The layout with the placements chosen on one more axis."""
+    new_nodes = {}
+    for n, (operands, outputs) in layout.nodes.items():
+        s = nodes[n]
+        new_nodes[n] = (
+            tuple(x.with_placement(axis, p, mesh) for x, p in zip(operands, s.inputs, strict=True)),
+            tuple(x.with_placement(axis, p, mesh) for x, p in zip(outputs, s.outputs, strict=True)),
+        )
+    new_inputs = {name: x.with_placement(axis, inputs[name], mesh) for name, x in layout.inputs.items()}
+    return Layout(new_inputs, new_nodes, layout.notes, layout.seconds)
+
+
+def from_params(program: Program, rules: Rules) -> set[str]:
+    """Parameters, and the values that only move or convert a parameter's elements."""
+    found = {i.name for i in program.inputs_of("param")}
+    for node in program.nodes:
+        refs = node.refs()
+        if len(refs) == 1 and refs[0] in found and node.op in rules and (rules[node.op].linear == "moves" or node.op == "aten._to_copy.default"):
+            found.update(o for o in node.outs if o)
+    return found
+
+
+def from_batch(program: Program) -> set[str]:
+    """Values that depend on the batch."""
+    found = {i.name for i in program.inputs_of("batch")}
+    for node in program.nodes:
+        if any(r in found for r in node.refs()):
+            found.update(o for o in node.outs if o)
+    return found
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What the name of an axis means for the search: constraints, not hopes."""
+
+    program: Program
+    atoms: Atoms
+    rules: Rules
+    mesh: Mesh
+    axis: str
+    layout: Layout
+    sequence: bool
+    pins: Mapping[str, Placement]
+    device: Device
+    params: set[str]
+    batch: set[str]
+
+    def may_shard(self, value: str, atom: int) -> bool:
+        """Whether this axis may shard an atom of a value: ``dp`` samples only, ``tp`` features (with ``sequence``: all but samples)."""
+        marks = self.atoms.marks[value][atom]
+        if self.axis == "dp":
+            return "batch" in marks
+        return "batch" not in marks and ("feature" in marks or self.sequence)
+
+    def allowed(self, n: int, node: Node, options: list[Strategy]) -> list[Strategy]:
+        names = (*node.refs(), *node.outs)
+        kept = []
+        for option in options:
+            pairs = zip(names, (*option.inputs, *option.outputs), strict=True)
+            if all(p.kind != "shard" or (name and self.may_shard(name, p.atom)) for name, p in pairs):
+                kept.append(option)
+        if self.axis == "dp":  # the batch splits: a node that can split samples does
+            return [s for s in kept if s.factor or s.inputs != (REPLICATE,) * len(s.inputs)] if any(s.factor for s in kept) else kept
+        if self.axis != "tp":
+            return kept
+        row = self.atoms.rows[n]
+        weights = [k for k, r in enumerate(node.refs()) if r in self.params]
+        split = kept
+        if weights and self.rules[node.op].contraction:
+            split = [s for s in kept if all(s.inputs[k].kind == "shard" for k in weights)]
+        elif weights and any(kind == "offset-sum" for kind in row.kinds.values()) and any(r in self.batch for r in node.refs()):
+            split = [s for s in kept if row.kind(s.factor) == "offset-sum"]
+        return split or kept
+
+    def input_choices(self, name: str) -> list[Placement]:
+        kind = next(i.kind for i in self.program.inputs if i.name == name)
+        atoms = range(len(self.atoms.marks[name]))
+        sizes = self.layout.inputs[name].local_atoms(self.mesh)
+        cut = [shard(a) for a in atoms if self.may_shard(name, a) and sizes[a] % self.mesh[self.axis] == 0]
+        if self.axis == "dp":
+            return cut if kind == "batch" and cut else [REPLICATE]
+        if kind != "param":
+            return [REPLICATE]
+        return [self.pins[name]] if name in self.pins else [REPLICATE, *cut]
+
+    def surcharge(self, n: int, node: Node, option: Strategy) -> float:
+        if not self.sequence or self.axis != "tp" or node.phase != "forward" or self.atoms.rows[n].moves:
+            return 0.0
+        extra = 0.0
+        for name, p in zip(node.outs, option.outputs, strict=True):
+            if name in self.batch and p == REPLICATE:
+                marks = self.atoms.marks[name]
+                if any("batch" not in m and "feature" not in m for m in marks):
+                    extra += self.program.types[name].nbytes / self.device.link_bandwidth
+        return extra
+
+
+def choose(
+    program: Program,
+    atoms: Atoms,
+    rules: Rules,
+    mesh: Mesh,
+    *,
+    sequence: bool = False,
+    pins: Mapping[str, str] | None = None,
+    device: Device = GENERIC,
+) -> Layout:
+    """Chooses the layout for the axes of a mesh.
+
+    Args:
+        sequence: ``tp`` also shards the sequence of activations between the matrices.
+        pins: parameter path globs to placements such as ``dim0@tp``; of two that match the later wins.
+    """
+    layout = replicated(program, atoms)
+    params, batch = from_params(program, rules), from_batch(program)
+    seconds = {}
+    for axis, size in mesh.axes:
+        if size == 1:
+            continue
+        if axis not in ("dp", "tp"):
+            raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp and tp")
+        pinned = pin_placements(program, atoms, pins or {}, axis)
+        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch)
+        problem = Problem(
+            program, atoms, rules, mesh, axis, device, layout.nodes, layout.inputs, roles.allowed, roles.input_choices, True, roles.surcharge
+        )
+        choice: Choice = solve(problem)
+        seconds[axis] = choice.seconds
+        layout = apply(layout, axis, mesh, choice.nodes, choice.inputs)
+    return Layout(layout.inputs, layout.nodes, layout.notes, seconds)
+
+
+def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis: str) -> dict[str, Placement]:
+    """Placements on one axis that a user's pins ask for, by input name. Raises PlanError for pins that match nothing or can't hold."""
+    out: dict[str, Placement] = {}
+    for glob, text in pins.items():
+        matched = [i for i in program.inputs_of("param") if any(fnmatchcase(p, glob) for p in (i.path, *i.aliases))]
+        if not matched:
+            raise PlanError(f"pin {glob!r} matches no parameter", hint="pins are globs over names as in model.named_parameters()")
+        wanted = {}
+        for part in filter(None, (t.strip() for t in text.split(","))):
+            where, at, name = part.partition("@")
+            if part != "replicate" and (not at or not where.startswith("dim") or not where[3:].isdigit()):
+                raise PlanError(f"pin {glob!r}: {part!r} is not well formed", hint="write dim0@tp or replicate")
+            if at:
+                wanted[name] = int(where[3:])
+        for i in matched:
+            if axis not in wanted:
+                out[i.name] = REPLICATE
+                continue
+            dims, dim = atoms.dims[i.name], wanted[axis]
+            if dim >= len(dims):
+                raise PlanError(f"pin {glob!r}: parameter {i.path} has no dim {dim}")
+            first = sum(len(d) for d in dims[:dim])
+            marked = [a for a in range(first, first + len(dims[dim])) if "feature" in atoms.marks[i.name][a]] or list(range(first, first + len(dims[dim])))
+            if not marked:
+                raise PlanError(f"pin {glob!r}: dim {dim} of parameter {i.path} has size 1")
+            # the chunks of a fused weight stay whole: the first atom that the axis can cut
+            out[i.name] = shard(max(marked, key=lambda a: (dims[dim][a - first] > 3, -a)))
+    return out
+
+
+def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng: random.Random) -> Layout:
+    """Any legal layout: a random strategy for every node and axis. For tests: the chosen plan alone hides wrong rows."""
+    layout = replicated(program, atoms)
+    for axis, size in mesh.axes:
+        if size == 1:
+            continue
+        nodes: dict[int, Strategy] = {}
+        inputs: dict[str, Placement] = {}
+        given: dict[str, Placement] = {}
+        for i in program.inputs:
+            sizes = layout.inputs[i.name].local_atoms(mesh)
+            options = [REPLICATE]
+            if i.kind in ("param", "batch") and not (i.kind == "batch" and axis == "tp"):
+                options += [shard(a) for a, s in enumerate(sizes) if s % size == 0]
+            if i.kind == "batch":
+                marks = atoms.marks[i.name]
+                options = [p for p in options if p.kind == "shard" and "batch" in marks[p.atom]] or [REPLICATE] if axis == "dp" else [REPLICATE]
+            if i.kind == "param" and axis == "dp":
+                options = [REPLICATE]
+            given[i.name] = inputs[i.name] = rng.choice(options)
+        for n, node in enumerate(program.nodes):
+            operands, outputs = layout.nodes[n]
+            dims = [s.local_dims(mesh) for s in (*operands, *outputs)]
+            options = [
+                s
+                for s in strategies(atoms.rows[n], dims, size)
+                if all(given[r] == p or step_kind(given[r], p) is not None for r, p in zip(node.refs(), s.inputs, strict=True))
+            ]
+            nodes[n] = rng.choice(options)
+            given.update({o: p for o, p in zip(node.outs, nodes[n].outputs, strict=True) if o})
+        layout = apply(layout, axis, mesh, nodes, inputs)
+    return layout
