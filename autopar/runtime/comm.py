@@ -6,6 +6,7 @@ communication hides behind compute. ``SimComm`` in ``autopar.runtime.sim`` is th
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 import time
@@ -30,8 +31,11 @@ OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum,
 #: formats too short to add many of without losing digits: their sums are kept in float32 and rounded once.
 _SHORT = (torch.bfloat16, torch.float16)
 
-#: tags of point-to-point messages are 32-bit in torch; they start again long after the messages that used them are gone.
-_TAGS = 2**30
+#: A message's tag is made of its group's number (a bit for each of the five axes; one more for exchanges), the round, and a count that
+#: starts again long after the messages that used it are gone. torch takes 31 bits.
+_EXCHANGE = 32
+_TAGS_PER_COUNT = 128
+_COUNTS = 2**23
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Group:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The set of ranks whatever the order of axes: collectives are numbered, and process groups made, per key."""
+        """The set of ranks, whatever the order of axes."""
         return tuple(sorted(self.ranks))
 
 
@@ -218,8 +222,10 @@ class Comm(ABC):
     def prepare(self, axes_list: Iterable[Sequence[str]]) -> None:
         """Makes ready every group over each of these tuples of axes; all ranks call it with the same list.
 
-        Without it a group is made at its first use, which blocks until its ranks have come to that use.
+        Without it a backend that needs a process group for each makes it at its first use, which blocks until its ranks have come there.
         """
+        for axes in axes_list:
+            self.group(axes)
 
     def take_records(self) -> list[Record]:
         """The records since the last call, which are then forgotten here."""
@@ -239,7 +245,16 @@ class Comm(ABC):
     # -- shared parts
 
     def _run(
-        self, kind: str, x: Tensor, axes: Sequence[str], site: str, *, dim: int = 0, concat_dim: int = 0, op: str = "sum", out: Tensor | None = None
+        self,
+        kind: str,
+        x: Tensor,
+        axes: Sequence[str],
+        site: str,
+        *,
+        dim: int = 0,
+        concat_dim: int = 0,
+        op: str = "sum",
+        out: Tensor | None = None,
     ) -> Handle:
         begun = time.perf_counter()
         group = self.group(axes)
@@ -247,16 +262,15 @@ class Comm(ABC):
         if kind != "all_reduce":
             dim = self._dim(x, dim, kind, site)
             concat_dim = self._dim(x, concat_dim, kind, site)
-            if kind in ("reduce_scatter", "all_to_all") and shape[dim] % group.size:
-                raise CommError(f"{kind} of shape {shape}: dim {dim} does not divide by the {group.size} ranks over {group.axes}", where=site)
             if kind in ("reduce_scatter", "all_to_all"):
+                if shape[dim] % group.size:
+                    raise CommError(f"{kind} of {shape}: dim {dim} does not divide by the {group.size} ranks over {group.axes}", where=site)
                 shape[dim] //= group.size
             if kind in ("all_gather", "all_to_all"):
                 shape[concat_dim if kind == "all_to_all" else dim] *= group.size
         if out is not None and (list(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous()):
-            raise CommError(
-                f"{kind}: out must be a contiguous {x.dtype} of shape {shape}, not {out.dtype} {list(out.shape)} with strides {out.stride()}", where=site
-            )
+            got = f"{out.dtype} {list(out.shape)} with strides {out.stride()}"
+            raise CommError(f"{kind}: out must be a contiguous {x.dtype} of shape {shape}, not {got}", where=site)
         x = x.detach()
         target = None if out is None else out.detach()
         if group.size == 1:
@@ -352,13 +366,17 @@ class DistComm(Comm):
 
     On gloo every collective is made of direct messages, receives posted before sends: measured on loopback this is 2 to 5 times faster than
     gloo's own reduce-scatter and all-gather and as fast as its all-reduce and all-to-all, moves no more than the needed bytes, and sums in
-    group order. Other backends use their own asynchronous collectives. A mesh of one rank needs no process group.
+    group order. The messages of all axes share one process group, made here so that two comms never mix theirs: tags tell the groups'
+    collectives apart, and pairs of ranks that differ along different axes have different sockets anyway. Other backends use their own
+    asynchronous collectives, in a process group for each set of ranks. A mesh of one rank needs no process group at all.
+
+    Making, preparing and closing a comm are done by all ranks in the same order.
 
     Args:
         mesh: the mesh; its rank ``r`` is rank ``r`` of the process group.
         group: the process group that the mesh spans; None is the default group.
         device: where tensors live; default the mesh's, else the CPU.
-        timeout: seconds that a message may take in the groups made here; the default group keeps its own.
+        timeout: seconds that a collective may take (in the default group: its own timeout).
         direct: whether to use direct messages; None chooses by backend.
     """
 
@@ -371,17 +389,19 @@ class DistComm(Comm):
         timeout: float = 600.0,
         direct: bool | None = None,
     ) -> None:
-        self._pgs: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._counts: dict[tuple[int, ...], int] = {}
         self._timeout = timedelta(seconds=timeout)
         self._progress: _Progress | None = None
-        self._broken: str = ""
-        self._globals: list[int] = [0]
-        self._own: list[dist.ProcessGroup] = []
+        self._broken = ""
+        self._counts: dict[int, int] = {}
+        self._pgs: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._is_world = group is None
+        self._globals = [0]
         rank = 0
         if mesh.size > 1:
             if not dist.is_initialized():
-                raise CommError(f"the mesh {mesh} has {mesh.size} ranks, but there is no process group", hint="call autopar.runtime.launch.init first")
+                hint = "call autopar.runtime.launch.init first"
+                raise CommError(f"the mesh {mesh} has {mesh.size} ranks, but there is no process group", hint=hint)
             whole = group if group is not None else dist.group.WORLD
             assert whole is not None
             if whole.size() != mesh.size:
@@ -390,79 +410,88 @@ class DistComm(Comm):
             self._globals = dist.get_process_group_ranks(whole)
             self._pgs[tuple(range(mesh.size))] = whole
         super().__init__(mesh, rank, device)
-        self._direct = direct if direct is not None else mesh.size == 1 or self._backend() == "gloo"
-
-    def _backend(self) -> str:
-        return self._pgs[tuple(range(self.mesh.size))]._get_backend(self.device).name()
+        self._everyone = Group(mesh.names, tuple(range(mesh.size)), rank)
+        if direct is None:
+            direct = mesh.size == 1 or self._pgs[self._everyone.key]._get_backend(self.device).name() == "gloo"
+        self._direct = direct
+        self._transport: dist.ProcessGroup | None = None
+        if direct and mesh.size > 1:
+            self._transport = self._make_process_group(self._everyone.key, together=self._is_world)
 
     def prepare(self, axes_list: Iterable[Sequence[str]]) -> None:
         wanted = [tuple(axes) for axes in axes_list]
-        lists = self.exchange(wanted, site="prepare")
-        for rank, other in enumerate(lists):
+        super().prepare(wanted)
+        for rank, other in enumerate(self.exchange(wanted, site="prepare")):
             if other != wanted:
                 raise CommError(f"ranks prepare different groups: rank {self.rank} {wanted}, rank {rank} {other}")
+        if self._direct:
+            return
         for axes in wanted:
             for ranks in self.mesh.groups(axes):
-                if self.rank in ranks and len(ranks) > 1:
-                    self._process_group(tuple(sorted(ranks)))
+                key = tuple(sorted(ranks))
+                if len(key) > 1 and key not in self._pgs and (self._is_world or self.rank in key):
+                    made = self._make_process_group(key, together=self._is_world)
+                    if self.rank in key:
+                        self._pgs[key] = made
 
     def close(self) -> None:
-        """Ends the helper thread and the process groups made here. No handle may be under way."""
+        """Ends the helper thread and the process groups made here. No handle may be under way; nothing can be started after."""
         self._progress = None
-        for group in self._own:
+        for group in self._made:
             dist.destroy_process_group(group)
-        self._own.clear()
-        self._pgs.clear()
+        self._made.clear()
+        self._transport = None
+        self._broken = "the comm is closed"
 
     def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
         if self.mesh.size == 1:
             return [obj]
         self._check_usable(f"exchange at {site}" if site else "exchange")
-        everyone = tuple(range(self.mesh.size))
-        found: list[Any] = [None] * self.mesh.size
-        try:
-            dist.all_gather_object(found, obj, group=self._pgs[everyone])
-        except RuntimeError as error:
-            raise self._failure("exchange of control values", everyone, site, None, error) from error
-        return found
-
-    # -- process groups and messages
-
-    def _process_group(self, key: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of a sorted set of mesh ranks; only its members meet to make it, all in the same order."""
-        if key not in self._pgs:
-            ranks = [self._globals[rank] for rank in key]
+        if not self._direct:
+            found: list[Any] = [None] * self.mesh.size
             try:
-                made = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+                dist.all_gather_object(found, obj, group=self._pgs[self._everyone.key])
             except RuntimeError as error:
-                raise self._failure("making a process group", key, "", None, error) from error
-            self._pgs[key] = made
-            self._own.append(made)
-        return self._pgs[key]
+                raise self._failure("exchange", self._everyone, site, None, error) from error
+            return found
+        # every rank to every other: who died is noticed by all, not only by its neighbours on a ring
+        n, tag = self.mesh.size, self._tag(_EXCHANGE)
+        own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(n)]
+        sizes[self.rank].fill_(own.numel())
+        works, _ = self._post(self._everyone, tag, [sizes[self.rank]] * n, sizes, "exchange", site)
+        self._await(self._everyone, works, "exchange", site)
+        texts = [own if rank == self.rank else torch.empty(int(size), dtype=torch.uint8) for rank, size in enumerate(sizes)]
+        works, _ = self._post(self._everyone, tag + 1, [own] * n, texts, "exchange", site)
+        self._await(self._everyone, works, "exchange", site)
+        return [pickle.loads(text.numpy().tobytes()) for text in texts]
+
+    # -- messages
 
     def _check_usable(self, doing: str) -> None:
         if self._broken:
-            raise CommError(f"{doing}: communication has failed before", why=self._broken)
+            raise CommError(f"{doing}: communication has failed before or was closed", why=self._broken)
 
-    def _failure(self, doing: str, ranks: Sequence[int], site: str, peer: int | None, error: Exception) -> CommError:
+    def _failure(self, doing: str, group: Group, site: str, peer: int | None, error: Exception) -> CommError:
         whom = "" if peer is None else f" (message with rank {peer})"
         made = CommError(
-            f"{doing} failed on rank {self.rank}{whom}; its ranks are {list(ranks)}",
+            f"{doing} failed on rank {self.rank}{whom}; its ranks are {list(group.ranks)}",
             where=site,
             why=f"{type(error).__name__}: {error}",
             hint="look for the first error of the other ranks; a rank that ended or hangs makes its peers fail",
         )
         if not self._broken:
-            self._broken = made.what + ": " + made.why
+            self._broken = f"{made.what}: {made.why}"
         return made
 
-    def _post(self, call: Call, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> _Works:
-        """Posts the messages of one round; entry ``i`` of both lists is for the group's rank ``i``, the own entries are ignored.
+    def _post(self, group: Group, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor], doing: str, site: str) -> tuple[_Works, int]:
+        """Posts the messages of one round, and counts the bytes sent.
 
-        Empty tensors are not sent: both ends know the shapes.
+        Entry ``i`` of both lists is for the group's rank ``i``, the own entries are ignored. Empty tensors are not sent: both ends know the
+        shapes.
         """
-        group, works = call.group, []
-        process_group = self._process_group(group.key)
+        works: _Works = []
+        sent = 0
         peer = self.rank
         try:
             # peers in turn from the own place on, so that not everyone talks to rank 0 first
@@ -470,30 +499,45 @@ class DistComm(Comm):
                 at = (group.index - step) % group.size
                 if recvs[at].numel():
                     peer = group.ranks[at]
-                    works.append((dist.irecv(recvs[at], src=self._globals[peer], group=process_group, tag=tag), peer))
+                    works.append((dist.irecv(recvs[at], src=self._globals[peer], group=self._transport, tag=tag), peer))
             for step in range(1, group.size):
                 at = (group.index + step) % group.size
                 if sends[at].numel():
                     peer = group.ranks[at]
-                    works.append((dist.isend(sends[at], dst=self._globals[peer], group=process_group, tag=tag), peer))
-                    call.record.bytes += sends[at].numel() * sends[at].itemsize
+                    works.append((dist.isend(sends[at], dst=self._globals[peer], group=self._transport, tag=tag), peer))
+                    sent += sends[at].numel() * sends[at].itemsize
         except RuntimeError as error:
-            raise self._failure(f"starting {call.position()}", group.ranks, call.site, peer, error) from error
-        return works
+            raise self._failure(f"starting {doing}", group, site, peer, error) from error
+        return works, sent
 
-    def _await(self, call: Call, works: _Works) -> None:
+    def _await(self, group: Group, works: _Works, doing: str, site: str) -> None:
         for work, peer in works:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure(call.position(), call.group.ranks, call.site, peer, error) from error
+                raise self._failure(doing, group, site, peer, error) from error
         works.clear()
 
-    def _tag(self, group: Group) -> int:
-        """The number of the group's next collective, the same on all its ranks as they run the same program."""
-        count = self._counts.get(group.key, 0)
-        self._counts[group.key] = count + 1
-        return count % (_TAGS // 2) * 2
+    def _tag(self, number: int) -> int:
+        """An even tag, the next of a kind of groups; the same on all ranks of a group as they run the same program. The next odd is free.
+
+        Two collectives between the same two ranks have different tags: their groups differ in ``number``, or they differ in the count.
+        """
+        count = self._counts.get(number, 0)
+        self._counts[number] = count + 1
+        return count % _COUNTS * _TAGS_PER_COUNT + 2 * number
+
+    def _number(self, group: Group) -> int:
+        """Which axes a group is over, whatever their order: a bit an axis."""
+        return sum(1 << bit for bit, (name, size) in enumerate(self.mesh.axes) if size > 1 and name in group.axes)
+
+    def _exchange_round(self, call: Call, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> _Works:
+        works, sent = self._post(call.group, tag, sends, recvs, call.position(), call.site)
+        call.record.bytes += sent
+        return works
+
+    def _finish_round(self, call: Call, works: _Works) -> None:
+        self._await(call.group, works, call.position(), call.site)
 
     def _begin(self, call: Call) -> Callable[[], Tensor]:
         self._check_usable(call.position())
@@ -506,7 +550,7 @@ class DistComm(Comm):
         x, n, out = call.x, call.group.size, call.result()
         in_place = _leading(x.shape, call.dim)
         places = list(out.tensor_split(n, call.dim)) if in_place else [torch.empty_like(x) for _ in range(n)]
-        works = self._post(call, self._tag(call.group), [x] * n, places)
+        works = self._exchange_round(call, self._tag(self._number(call.group)), [x] * n, places)
         own = places[call.group.index]
         if not in_place:
             places[call.group.index] = x
@@ -514,7 +558,7 @@ class DistComm(Comm):
             own.copy_(x)
 
         def finish() -> Tensor:
-            self._await(call, works)
+            self._finish_round(call, works)
             return out if in_place else self._gather(places, call.dim, out)
 
         return finish
@@ -523,11 +567,11 @@ class DistComm(Comm):
         n, out = call.group.size, call.result()
         pieces = self._cut(call.x, n, call.dim)
         parts = [torch.empty_like(pieces[0]) for _ in range(n)]
-        works = self._post(call, self._tag(call.group), pieces, parts)
+        works = self._exchange_round(call, self._tag(self._number(call.group)), pieces, parts)
         parts[call.group.index] = pieces[call.group.index]
 
         def finish() -> Tensor:
-            self._await(call, works)
+            self._finish_round(call, works)
             pieces.clear()
             return self._reduce(parts, call.op, out)
 
@@ -538,14 +582,14 @@ class DistComm(Comm):
         pieces = self._cut(call.x, n, call.dim)
         in_place = _leading(pieces[0].shape, call.concat_dim)
         places = list(out.tensor_split(n, call.concat_dim)) if in_place else [torch.empty_like(pieces[0]) for _ in range(n)]
-        works = self._post(call, self._tag(call.group), pieces, places)
+        works = self._exchange_round(call, self._tag(self._number(call.group)), pieces, places)
         if in_place:
             places[call.group.index].copy_(pieces[call.group.index])
         else:
             places[call.group.index] = pieces[call.group.index]
 
         def finish() -> Tensor:
-            self._await(call, works)
+            self._finish_round(call, works)
             pieces.clear()
             return out if in_place else self._gather(places, call.concat_dim, out)
 
@@ -553,14 +597,14 @@ class DistComm(Comm):
 
     def _direct_all_reduce(self, call: Call) -> Callable[[], Tensor]:
         x, n, index, out = call.x.reshape(-1), call.group.size, call.group.index, call.result()
-        flat, tag = out.view(-1), self._tag(call.group)
+        flat, tag = out.view(-1), self._tag(self._number(call.group))
         if x.numel() * x.itemsize <= SMALL_ALL_REDUCE:
             parts = [torch.empty_like(x) for _ in range(n)]
-            works = self._post(call, tag, [x] * n, parts)
+            works = self._exchange_round(call, tag, [x] * n, parts)
             parts[index] = x
 
             def finish_small() -> Tensor:
-                self._await(call, works)
+                self._finish_round(call, works)
                 self._reduce(parts, call.op, flat)
                 return out
 
@@ -570,15 +614,15 @@ class DistComm(Comm):
         pieces = [x.narrow(0, start, size) for start, size in spans]
         places = [flat.narrow(0, start, size) for start, size in spans]
         parts = [torch.empty_like(pieces[index]) for _ in range(n)]
-        first = self._post(call, tag, pieces, parts)
+        first = self._exchange_round(call, tag, pieces, parts)
         parts[index] = pieces[index]
         second: _Works = []
 
         def between() -> None:
-            self._await(call, first)
+            self._finish_round(call, first)
             self._reduce(parts, call.op, places[index])
             parts.clear()
-            second.extend(self._post(call, tag + 1, [places[index]] * n, places))
+            second.extend(self._exchange_round(call, tag + 1, [places[index]] * n, places))
 
         once = _Once(between)
         if self._progress is None:
@@ -587,28 +631,44 @@ class DistComm(Comm):
 
         def finish() -> Tensor:
             once()
-            self._await(call, second)
+            self._finish_round(call, second)
             return out
 
         return finish
 
     # -- from the backend's own collectives (pieces travel in the process group's order, which is sorted by rank)
 
-    def _launch(self, call: Call, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
-        ranks = call.group.ranks
-        self._tag(call.group)
-        doing = call.position()
+    def _make_process_group(self, key: tuple[int, ...], together: bool) -> dist.ProcessGroup:
+        """A new process group of a sorted set of mesh ranks.
+
+        Args:
+            together: all ranks of the world are here, in the same order. Else only the members meet; such a group is never destroyed, as
+                torch would give its name, and with it the stale addresses in the store, to the next one of the same ranks.
+        """
+        ranks = [self._globals[rank] for rank in key]
         try:
-            work = start(*args, group=self._process_group(call.group.key), async_op=True, **kwargs)
+            made = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=not together)
         except RuntimeError as error:
-            raise self._failure(f"starting {doing}", ranks, call.site, None, error) from error
-        call.record.bytes = bytes_sent(call.kind, call.x.numel(), call.x.itemsize, call.group.size, call.group.index)
+            raise self._failure("making a process group", Group((), key, 0), "", None, error) from error
+        if together and self.rank in key:
+            self._made.append(made)
+        return made
+
+    def _launch(self, call: Call, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
+        group, doing = call.group, call.position()
+        if group.key not in self._pgs:
+            self._pgs[group.key] = self._make_process_group(group.key, together=False)
+        try:
+            work = start(*args, group=self._pgs[group.key], async_op=True, **kwargs)
+        except RuntimeError as error:
+            raise self._failure(f"starting {doing}", group, call.site, None, error) from error
+        call.record.bytes = bytes_sent(call.kind, call.x.numel(), call.x.itemsize, group.size, group.index)
 
         def wait() -> None:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure(doing, ranks, call.site, None, error) from error
+                raise self._failure(doing, group, call.site, None, error) from error
 
         return wait
 

@@ -82,7 +82,7 @@ class SimWorld:
         self._ready[rank], self._position[rank] = ready, f"waits in {position}"
         follower = self._next(rank)
         if follower is None:
-            raise CommError("deadlock: no simulated rank can go on", why="every rank waits for a collective that others never start\n" + self.positions())
+            raise self._deadlock("every rank waits for a collective that others have not started")
         self._gates[follower].release()
         self._gates[rank].acquire()
         self._check()
@@ -102,8 +102,11 @@ class SimWorld:
             self._gates[follower].release()
         elif not all(self._finished):
             self.failed_rank = rank
-            self.failure = CommError("deadlock: no simulated rank can go on", why="ranks wait for one that has finished\n" + self.positions())
+            self.failure = self._deadlock("ranks wait for one that has finished")
             self.stop()
+
+    def _deadlock(self, why: str) -> CommError:
+        return CommError("deadlock: no simulated rank can go on", why=f"{why}\n{self.positions()}")
 
     def stop(self) -> None:
         """Wakes all ranks so that they unwind."""
@@ -173,7 +176,7 @@ class SimComm(Comm):
         sent = x.clone()
         slot = self._world.post(group.key, self.rank, group.size, signature, text, sent)
         call.record.bytes = bytes_sent(call.kind, x.numel(), x.itemsize, group.size, group.index)
-        if call.out is not None and call.out.is_floating_point() and call.out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        if call.out is not None and call.out.is_floating_point() and _storage(call.out) != _storage(x):
             call.out.fill_(float("nan"))
 
         def finish() -> Tensor:
@@ -199,6 +202,11 @@ class SimComm(Comm):
         if call.kind == "reduce_scatter":
             return self._reduce(pieces, call.op, out)
         return self._gather(pieces, call.concat_dim, out)
+
+
+def _storage(x: Tensor) -> int:
+    """Where the memory that ``x`` is a view of begins."""
+    return x.untyped_storage().data_ptr()
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from pool import Pool
+
+from tests.procs.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -86,19 +86,19 @@ class Pool:
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + timeout
         while len(outcomes) < self.size:
-            waiting = {self._conns[rank]: rank for rank in range(self.size) if rank not in outcomes}
-            answered = wait(list(waiting), max(0.0, end - time.monotonic()))
+            waiting = [rank for rank in range(self.size) if rank not in outcomes]
+            ready = wait([self._conns[rank] for rank in waiting], max(0.0, end - time.monotonic()))
+            answered = [rank for rank in waiting if self._conns[rank] in ready]
             if not answered:
                 stacks = self._stacks()
-                for rank in waiting.values():
+                for rank in waiting:
                     outcomes[rank] = Outcome(error=f"no answer in time\n{stacks[rank]}")
                 if not any("Traceback" in o.error for o in outcomes.values()):
                     print("\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(stacks)), file=sys.stderr)
                 return outcomes, True
-            for conn in answered:
-                rank = waiting[conn]  # type: ignore[index]
+            for rank in answered:
                 try:
-                    outcomes[rank] = conn.recv()  # type: ignore[union-attr]
+                    outcomes[rank] = self._conns[rank].recv()
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(5)
                     outcomes[rank] = Outcome(error=f"process ended with exit code {self._processes[rank].exitcode}")
