@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._inductor import config as inductor_config
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
@@ -156,6 +157,8 @@ def trace_joint(module: nn.Module, args: tuple[torch.Tensor, ...], mode: FakeTen
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(mode)
         stack.enter_context(preserve_node_meta())  # a trace without backward would drop annotations otherwise
+        # Unread random ops stay in the graph: they are calls that are counted.
+        stack.enter_context(inductor_config.patch(fallback_random=True))
         return aot_export_joint_with_descriptors(stack, module, args).graph_module
 
 

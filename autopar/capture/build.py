@@ -154,6 +154,8 @@ class Builder:
             self.types[name] = _type(node.meta["val"])
         elif isinstance(desc, _torch.TangentAOTInput):
             if not isinstance(desc.output, PlainAOTOutput) or desc.output.idx != 0:
+                if isinstance(desc.output, InputMutationAOTOutput) and not isinstance(desc.output.mutated_input, BufferAOTInput):
+                    self._mutation(desc.output.mutated_input, None, {})
                 # A mutated buffer that depends on parameters asks for a tangent of its own; eager keeps that graph alive over steps.
                 raise CaptureError(
                     f"The step returns something else than its loss that carries gradient ({desc.expr()})",
