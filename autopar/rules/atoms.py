@@ -106,7 +106,7 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
 
     Args:
         batch_dims: which dim of a batch input counts samples; None or absent where none does.
-        microbatches: the batch dim is refined into (microbatches, rest), so that a microbatch is an index of an atom.
+        microbatches: the batch dim is refined into (microbatches, rest), so that a microbatch is an index of an atom, marked ``mb``.
 
     The mark ``batch`` says that an atom comes from the batch dim of an input, ``feature`` that it is a dim of a matrix or a table.
     """
@@ -143,8 +143,10 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
         for i in program.inputs_of("batch"):
             dim = batch_dims.get(i.name)
             if dim is not None and (found := dims[i.name][dim]) is not None and (root := found.root()).parts is None:
-                first, _ = _split(root, [microbatches, root.size // microbatches])
-                first.marks.add("mb")
+                if root.size == microbatches:
+                    root.marks.add("mb")
+                else:
+                    _split(root, [microbatches, root.size // microbatches])[0].marks.add("mb")
     # hard merges first: whether a chunked dim is a root dim of a parameter shows only then
     for soft in (False, True):
         for n, node in merges:

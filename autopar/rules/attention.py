@@ -1,4 +1,4 @@
-"""Rows of fused attention: batch and heads are plain, sequence and head dims whole."""
+"""Rows of fused attention: batch, heads and, where nothing masks by position, queries may be cut."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from autopar.ir.program import Node, Ref
 from autopar.rules.rule import Rule, Types
-
-_WHOLE = "q: whole, k: whole, d: whole, e: whole"
-
 
 def _mask_term(shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
     """The term of a tensor that broadcasts to dims of the given names and sizes."""
@@ -18,7 +15,7 @@ def _mask_term(shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
 
 def _heads(q: Sequence[int], k: Sequence[int]) -> tuple[str, str]:
     """The factor of the query heads and of the key heads: one, unless several query heads share a key head."""
-    return ("h", "h") if q[1] == k[1] else ("(g=%d r)" % k[1], "g")
+    return ("h", "h") if q[1] == k[1] else (f"(g={k[1]} r)", "g")
 
 
 def _parts(node: Node, types: Types, first: int) -> tuple[dict[str, str], Sequence[tuple[str, int]]]:
@@ -34,16 +31,22 @@ def _mask(node: Node, types: Types, dims: Sequence[tuple[str, int]], position: i
     return [_mask_term(types[mask.name].shape, dims)] if isinstance(mask, Ref) else []
 
 
+def _kinds(causal: bool, cut: str) -> str:
+    """Sequences may be cut unless the op itself masks by position; head dims and query heads that share a key head never."""
+    return ", ".join([*(f"{f}: whole" for f in "der"), "q: whole, k: whole" if causal else cut])
+
+
 def _cpu_flash(node: Node, types: Types) -> str:
     t, dims = _parts(node, types, 0)
     terms = [t["q"], t["k"], t["v"], *_mask(node, types, dims, 99, "attn_mask")]
-    return f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_WHOLE}, r: whole"
+    return f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_kinds(node.arg(4, 'is_causal', False), 'k: whole')}"
 
 
 def _cpu_flash_backward(node: Node, types: Types) -> str:
+    """With the output and logsumexp of all keys at hand, keys may be cut too."""
     t, dims = _parts(node, types, 1)
     terms = [t["o"], t["q"], t["k"], t["v"], t["o"], t["lse"], *_mask(node, types, dims, 99, "attn_mask")]
-    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_WHOLE}, r: whole"
+    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_kinds(node.args[7], 'q: sum, k: sum')}"
 
 
 RULES = (

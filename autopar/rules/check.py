@@ -9,7 +9,8 @@ Samples are argument lists in a small language of Python expressions::
     f[4, 6]      float64, standard normal         pos[4, 6]   float64 in [0.5, 2)        unit[4, 6]  float64 in [0.05, 0.95)
     i9[4, 6]     int64 in [0, 9)                  u6[4]       distinct int64 in [0, 6)   b[4]        bool
     f[]          0-dim                            [f[4], f[4]]  a list of tensors        key         the random key of a step
-    f64, bool    dtypes                           1, 0.5, None, (2, 3), 'text', name=value as in Python
+    wide[4, 6]   float64, 5 times as wide         f64, bool    dtypes
+    1, 0.5, None, (2, 3), 'text', name=value, as in Python
 """
 
 from __future__ import annotations
@@ -87,11 +88,13 @@ class _Call:
 
 
 def _tensor(kind: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
-    match = re.fullmatch(r"(f|pos|unit|b|[iu]\d+)", kind)
+    match = re.fullmatch(r"(f|wide|pos|unit|b|[iu]\d+)", kind)
     if match is None:
-        raise RuleError(f"a sample has no tensors of kind {kind!r}", hint="f, pos, unit, b, i9 (ints below 9), u9 (distinct ints below 9)")
+        raise RuleError(f"a sample has no tensors of kind {kind!r}", hint="f, wide, pos, unit, b, i9 (ints below 9), u9 (distinct ints below 9)")
     if kind == "f":
         return torch.randn(shape, dtype=torch.float64, generator=gen)
+    if kind == "wide":
+        return torch.randn(shape, dtype=torch.float64, generator=gen) * 5
     if kind == "pos":
         return torch.rand(shape, dtype=torch.float64, generator=gen) * 1.5 + 0.5
     if kind == "unit":

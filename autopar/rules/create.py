@@ -36,28 +36,44 @@ def _arange_local(node: Node, local: Local) -> Node:
     return replace(node, op="autopar.arange", args=(local.out_shape()[0], offset, start, step), kwargs=kwargs)
 
 
-def atom_args(local: Local, sizes: tuple[int, ...], starts: tuple, strides: tuple[int, ...], k: int = 0) -> tuple[tuple, tuple, tuple]:
+def atom_args(
+    local: Local, sizes: tuple[int, ...], starts: tuple[int | Offset, ...], strides: tuple[int, ...], k: int = 0
+) -> tuple[tuple[int, ...], tuple[int | Offset, ...], tuple[int, ...]]:
     """Sizes, starts and strides of a random op's atoms on a piece.
 
-    Atoms of size 1 aren't part of a sharding (but may have a start: a microbatch of one row), so they stay as they are.
+    The output may have finer atoms than the op was given; the finer ones take over. Atoms of size 1 aren't part of a sharding
+    (but may have a start: a microbatch of one row), so they stay as they are.
     """
     sharding = local.outputs[k]
     assert sharding is not None
-    if sharding.atoms != tuple(s for s in sizes if s != 1):
-        raise RuleError(f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="give the op one entry for every atom")
-    pieces = iter(zip(sharding.local_atoms(local.mesh), local.atom_starts(sharding)))
-    out_sizes, out_starts = [], []
-    for size, start in zip(sizes, starts):
-        if size != 1:
-            size, own = next(pieces)
-            if own.terms:
-                given = start.terms if isinstance(start, Offset) else ()
-                if not isinstance(start, Offset) and start != 0:
-                    raise RuleError(f"a random op's atom starts at {start} and is cut again")
-                start = Offset((*given, *own.terms))
-        out_sizes.append(size)
-        out_starts.append(start)
-    return tuple(out_sizes), tuple(out_starts), tuple(strides)
+    pieces = list(zip(sharding.atoms, sharding.local_atoms(local.mesh), local.atom_starts(sharding), strict=True))
+    out: list[tuple[int, int | Offset, int]] = []
+    for size, start, stride in zip(sizes, starts, strides, strict=True):
+        own, product = [], 1
+        while product < size and pieces:
+            own.append(pieces.pop(0))
+            product *= own[-1][0]
+        if product != size:
+            raise RuleError(f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="one entry for every atom, major first")
+        if not own:
+            out.append((size, start, stride))
+        for at, (whole, piece, begin) in enumerate(own):
+            size //= whole
+            # where the atom already starts is counted in its own stride, so the last of the finer atoms keeps it
+            out.append((piece, _added(start, begin) if at == len(own) - 1 else begin if begin.terms else 0, stride * size))
+    if pieces:
+        raise RuleError(f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="one entry for every atom, major first")
+    return tuple(s for s, _, _ in out), tuple(o for _, o, _ in out), tuple(t for _, _, t in out)
+
+
+def _added(start: int | Offset, more: Offset) -> int | Offset:
+    if not more.terms:
+        return start
+    if isinstance(start, Offset):
+        return Offset((*start.terms, *more.terms))
+    if start:
+        raise RuleError(f"a random op's atom starts at {start} and is cut again", hint="a start is 0 or an Offset")
+    return more
 
 
 def _atoms_row(shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
@@ -106,8 +122,8 @@ RULES = (
     *(Rule(f"aten.{op}.default", _made, shape_arg=0, samples=(f"(4, 6){rest}", f"(){rest}"))
       for op, rest in (("full", ", 2.5"), ("zeros", ""), ("ones", ""))),
     Rule("aten.scalar_tensor.default", "->", samples=("1.5",)),
-    *(Rule(f"aten.{op}.default", _made_from, shape_arg=1, samples=(f"f[4, 6], (6, 2){rest}", f"f[], (4, 6){rest}"))
-      for op, rest in (("new_full", ", 2.5"), ("new_zeros", ""), ("new_ones", ""))),
+    *(Rule(f"aten.{op}.default", _made_from, linear, shape_arg=1, samples=(f"f[4, 6], (6, 2){rest}", f"f[], (4, 6){rest}"))
+      for op, linear, rest in (("new_full", "", ", 2.5"), ("new_zeros", "0", ""), ("new_ones", "", ""))),
     Rule("aten.zeros_like.default", "* -> *", "moves", samples=("f[4, 6]",)),
     Rule("aten.ones_like.default", "* -> *", samples=("f[4, 6]",)),
     Rule("aten.full_like.default", "* -> *", samples=("f[4, 6], 2.5",)),
@@ -115,5 +131,5 @@ RULES = (
     _random_rule("uniform", 3, f"key, 7, (4, 6), {_ATOMS}, f64", shape_arg=2),
     _random_rule("normal", 3, f"key, 7, (4, 6), {_ATOMS}, f64", shape_arg=2),
     _random_rule("randint", 5, f"key, 7, 2, 9, (4, 6), {_ATOMS}, i64", shape_arg=4),
-    _random_rule("bernoulli", 3, f"key, 7, p[4, 6], {_ATOMS}"),
+    _random_rule("bernoulli", 3, f"key, 7, unit[4, 6], {_ATOMS}"),
 )  # fmt: skip

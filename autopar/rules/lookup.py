@@ -15,7 +15,7 @@ def _embedding_local(node: Node, local: Local) -> Node:
 
 
 def _embedding_backward_local(node: Node, local: Local) -> Node:
-    grad, index, _, padding = node.args[:4]
+    grad, index, padding = node.args[:3]
     out = local.outputs[0]
     return node.with_args(grad, index, padding, local.out_shape()[0], local.start(out, 0))
 

@@ -27,24 +27,6 @@ def _layer_norm_backward(node: Node, types: Types) -> str:
     return f"{', '.join(terms)} -> {full}, {affine}, {affine} ; {', '.join(kinds)}"
 
 
-def _rms_norm(node: Node, types: Types) -> str:
-    rank, inner = len(types[node.refs()[0]].shape), len(node.args[1])
-    names = letters(rank)
-    outer, normed = names[: rank - inner], names[rank - inner :]
-    terms = [" ".join(names)] + [" ".join(normed)] * (len(node.refs()) - 1)
-    return f"{', '.join(terms)} -> {' '.join(names)}, {' '.join([*outer, *['1'] * inner])} ; " + ", ".join(f"{n}: whole" for n in normed)
-
-
-def _rms_norm_backward(node: Node, types: Types) -> str:
-    rank, inner = len(types[node.refs()[0]].shape), len(node.args[2])
-    names = letters(rank)
-    outer, normed = names[: rank - inner], names[rank - inner :]
-    full, affine = " ".join(names), " ".join(normed)
-    terms = [full, full, " ".join([*outer, *["1"] * inner])] + [affine] * (len(node.refs()) - 3)
-    kinds = [f"{n}: sum" for n in outer] + [f"{n}: whole" for n in normed]
-    return f"{', '.join(terms)} -> {full}, {affine} ; {', '.join(kinds)}"
-
-
 def _group_norm(node: Node, types: Types) -> str:
     shape = types[node.refs()[0]].shape
     groups = node.args[6]
@@ -94,19 +76,14 @@ RULES = (
     Rule("aten.native_layer_norm.default", _layer_norm,
          samples=("f[4, 2, 6], (6,), f[6], f[6], 1e-5", "f[4, 2, 6], (2, 6), None, None, 1e-5", "f[4, 6], (6,), f[6], None, 1e-5")),
     Rule("aten.native_layer_norm_backward.default", _layer_norm_backward, "0", contiguous=(0, 1, 2, 3), samples=(
-        "f[4, 2, 6], f[4, 2, 6], (6,), f[4, 2, 1], f[4, 2, 1]+, f[6], f[6], (True, True, True)",
-        "f[4, 6], f[4, 6], (6,), f[4, 1], f[4, 1]+, f[6], None, (True, True, False)",
-        "f[4, 2, 6], f[4, 2, 6], (2, 6), f[4, 1, 1], f[4, 1, 1]+, None, None, (True, False, False)",
-    )),
-    Rule("aten._fused_rms_norm.default", _rms_norm, samples=("f[4, 2, 6], (6,), f[6], 1e-5", "f[4, 2, 6], (6,), None, 1e-5")),
-    Rule("aten._fused_rms_norm_backward.default", _rms_norm_backward, "0", contiguous=(0, 1, 2), samples=(
-        "f[4, 2, 6], f[4, 2, 6], (6,), f[4, 2, 1]+, f[6], (True, True)",
-        "f[4, 2, 6], f[4, 2, 6], (6,), f[4, 2, 1]+, None, (True, False)",
+        "f[4, 2, 6], f[4, 2, 6], (6,), f[4, 2, 1], pos[4, 2, 1], f[6], f[6], (True, True, True)",
+        "f[4, 6], f[4, 6], (6,), f[4, 1], pos[4, 1], f[6], None, (True, True, False)",
+        "f[4, 2, 6], f[4, 2, 6], (2, 6), f[4, 1, 1], pos[4, 1, 1], None, None, (True, False, False)",
     )),
     Rule("aten.native_group_norm.default", _group_norm, local=_group_norm_local,
          samples=("f[4, 6, 2, 2], f[6], f[6], 4, 6, 4, 2, 1e-5", "f[4, 6, 2, 2], None, None, 4, 6, 4, 3, 1e-5")),
     Rule("aten.native_group_norm_backward.default", _group_norm_backward, "0", local=_group_norm_backward_local, contiguous=(0, 1, 2, 3), samples=(
-        "f[4, 6, 2, 2], f[4, 6, 2, 2], f[4, 2], f[4, 2]+, f[6], 4, 6, 4, 2, (True, True, True)",
-        "f[4, 6, 2, 2], f[4, 6, 2, 2], f[4, 2], f[4, 2]+, None, 4, 6, 4, 2, (True, False, False)",
+        "f[4, 6, 2, 2], f[4, 6, 2, 2], f[4, 2], pos[4, 2], f[6], 4, 6, 4, 2, (True, True, True)",
+        "f[4, 6, 2, 2], f[4, 6, 2, 2], f[4, 2], pos[4, 2], None, 4, 6, 4, 2, (True, False, False)",
     )),
 )  # fmt: skip

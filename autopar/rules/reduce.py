@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from autopar.ir.program import Node
 from autopar.rules.rule import Rule, Types, letters, normal_dim
 
@@ -53,7 +55,7 @@ def dim_at(position: int, name: str = "dim", default: int = -1) -> Callable[[Nod
 def _summing(node: Node, types: Types) -> str:
     """A sum is linear unless it casts: floats to whole numbers, bools to numbers."""
     source, target = types[node.refs()[0]].dtype, types[node.outs[0]].dtype
-    return "" if source.is_floating_point and not target.is_floating_point else "0"
+    return "" if source == torch.bool or (source.is_floating_point and not target.is_floating_point) else "0"
 
 
 _BOOLS = "a collective doesn't reduce bools"

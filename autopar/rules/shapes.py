@@ -13,6 +13,15 @@ def _view(node: Node, types: Types) -> str:
     return view_row(types[node.refs()[0]].shape, types[node.outs[0]].shape)
 
 
+def _squeeze_local(node: Node, local: Local) -> Node:
+    """A piece may have dims of size 1 that the whole hasn't: name the dims that go."""
+    shape = local.inputs[0].shape
+    dims = node.arg(1, "dim")
+    named = range(len(shape)) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    gone = tuple(d for d in sorted({normal_dim(d, len(shape)) for d in named}) if shape and shape[d] == 1)
+    return replace(node, op="aten.squeeze.dims", args=(node.args[0], gone), kwargs=())
+
+
 def _permute(node: Node, types: Types) -> str:
     rank = len(types[node.refs()[0]].shape)
     names = letters(rank)
@@ -264,10 +273,10 @@ RULES = (
         Rule(f"aten.{op}", _view, "moves", shape_arg=1, samples=("f[4, 6, 8], (24, 8)", "f[24, 8], (4, 6, 8)", "f[4, 12], (4, 3, 4)"))
         for op in ("view.default", "_unsafe_view.default", "reshape.default")
     ),
-    Rule("aten.squeeze.default", _view, "moves", samples=("f[4, 1, 6]",)),
+    Rule("aten.squeeze.default", _view, "moves", local=_squeeze_local, samples=("f[2, 1, 3]",)),
     Rule("aten.unsqueeze.default", _view, "moves", samples=("f[4, 6], 1",)),
-    Rule("aten.squeeze.dim", _view, "moves", samples=("f[4, 1, 6], 1",)),
-    Rule("aten.squeeze.dims", _view, "moves", samples=("f[4, 1, 6], (1,)",)),
+    Rule("aten.squeeze.dim", _view, "moves", local=_squeeze_local, samples=("f[4, 1, 6], 1", "f[4, 2, 3], -1")),
+    Rule("aten.squeeze.dims", _view, "moves", local=_squeeze_local, samples=("f[2, 1, 6], (0, 1)",)),
     Rule("aten.permute.default", _permute, "moves", samples=("f[4, 6, 8], (2, 0, 1)",)),
     Rule("aten.transpose.int", _transpose, "moves", samples=("f[4, 6, 8], 1, 2", "f[4, 6, 8], -1, 0")),
     Rule("aten.t.default", _t, "moves", samples=("f[4, 6]",)),
