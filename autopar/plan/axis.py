@@ -112,8 +112,8 @@ def solve(problem: Problem) -> Choice:
         key = (*place[:2], wildcard(place[2]), seen[place], node.op, inputs, outputs, str(problem.atoms.rows[n]),
                tuple(program.types[o].dtype if o else None for o in node.outs))  # fmt: skip
         if key not in groups:
-            dims = [s.local_dims(problem.mesh) for s in (*inputs, *outputs)]
-            options = problem.allowed(n, node, strategies(problem.atoms.rows[n], dims, ways))
+            dims, left = [s.dims for s in (*inputs, *outputs)], [s.local_dims(problem.mesh) for s in (*inputs, *outputs)]
+            options = problem.allowed(n, node, strategies(problem.atoms.rows[n], dims, ways, left))
             if not options:
                 raise PlanError(f"{node.op} has no placement that the role of axis {axis!r} allows", where=str(node.where))
             groups[key] = _Group(options)

@@ -24,17 +24,23 @@ class Strategy:
         return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"
 
 
-def strategies(row: Row, dims: Sequence[tuple[tuple[int, ...], ...]], ways: int | None = None) -> list[Strategy]:
+def strategies(
+    row: Row,
+    dims: Sequence[tuple[tuple[int, ...], ...]],
+    ways: int | None = None,
+    local: Sequence[tuple[tuple[int, ...], ...]] | None = None,
+) -> list[Strategy]:
     """All strategies of a node on an axis of ``ways`` ranks (None: whatever the size).
 
     Args:
-        dims: atoms of the dims of every term, operands first, then outputs; local sizes where other axes already cut them.
+        dims: atoms of the dims of every term, operands first, then outputs; global sizes, which say what atoms a factor has.
+        local: the same atoms with the sizes that other axes left, where they already cut some: what ``ways`` must divide.
     """
     n = len(row.inputs)
     out = [Strategy((REPLICATE,) * n, (REPLICATE,) * len(row.outputs))]
     tables = factor_positions(row, dims)
     sizes = {}
-    for table, atoms in zip(tables, dims, strict=True):
+    for table, atoms in zip(tables, dims if local is None else local, strict=True):
         flat = [a for d in atoms for a in d]
         sizes.update({key: flat[p] for key, p in table.items()})
     for key, size in sizes.items():
