@@ -145,10 +145,11 @@ class Input:
         const: a tensor the model holds as a plain attribute or literal; its value is in ``Program.consts``.
         tangent: the gradient of the loss, 1.
         key: the random key of the step, int64[2].
+        bucket: in local programs, this rank's part of a bucket of parameters.
     """
 
     name: str
-    kind: Literal["param", "buffer", "batch", "const", "tangent", "key"]
+    kind: Literal["param", "buffer", "batch", "const", "tangent", "key", "bucket"]
     path: str
     aliases: tuple[str, ...] = ()
     trainable: bool = False
@@ -156,10 +157,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """A value that the step returns: the loss, the gradient of a parameter, the new value of a buffer, an output leaf of the model."""
+    """A value that the step returns: the loss, the gradient of a parameter, the new value of a buffer, an output leaf of the model; in local
+    programs also this rank's part of the gradients of a bucket."""
 
     value: str
-    kind: Literal["loss", "grad", "buffer", "output"]
+    kind: Literal["loss", "grad", "buffer", "output", "bucket"]
     path: str
 
 

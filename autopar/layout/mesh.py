@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 
-#: the axes that autopar knows: data, tensor, sequence (context), experts, pipeline stages.
-AXES = ("pp", "dp", "ep", "cp", "tp")
+#: the axes that autopar knows: data, tensor, sequence (context), experts, pipeline stages; and microbatches, an axis in time that no
+#: user's mesh has.
+MICROBATCH = "mb"
+AXES = ("pp", "dp", "ep", "cp", "tp", MICROBATCH)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Mesh:
         pairs += tuple(sizes.items())
         for name, size in pairs:
             if name not in AXES:
-                raise LayoutError(f"unknown mesh axis {name!r}", hint=f"axes are {', '.join(AXES)}")
+                raise LayoutError(f"unknown mesh axis {name!r}", hint=f"axes are {', '.join(AXES[:-1])}")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"mesh axis {name!r} has size {size!r}", hint="sizes are integers of at least 1")
         if len({name for name, _ in pairs}) != len(pairs):

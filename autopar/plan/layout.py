@@ -95,7 +95,7 @@ class _Roles:
         """Whether this axis may shard an atom of a value: ``dp`` samples only, ``tp`` features (with ``sequence``: all but samples)."""
         marks = self.atoms.marks[value][atom]
         if self.axis == "dp":
-            return "batch" in marks
+            return "batch" in marks and "mb" not in marks
         return "batch" not in marks and ("feature" in marks or self.sequence)
 
     def allowed(self, n: int, node: Node, options: list[Strategy]) -> list[Strategy]:
@@ -222,16 +222,16 @@ def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng:
                 options += [shard(a) for a, s in enumerate(sizes) if s % size == 0]
             if i.kind == "batch":
                 marks = atoms.marks[i.name]
-                options = [p for p in options if p.kind == "shard" and "batch" in marks[p.atom]] or [REPLICATE] if axis == "dp" else [REPLICATE]
+                options = [p for p in options if p.kind == "shard" and "batch" in marks[p.atom] and "mb" not in marks[p.atom]] or [REPLICATE] if axis == "dp" else [REPLICATE]
             if i.kind == "param" and axis == "dp":
                 options = [REPLICATE]
             given[i.name] = inputs[i.name] = rng.choice(options)
         for n, node in enumerate(program.nodes):
             operands, outputs = layout.nodes[n]
-            dims = [s.local_dims(mesh) for s in (*operands, *outputs)]
+            dims, left = [s.dims for s in (*operands, *outputs)], [s.local_dims(mesh) for s in (*operands, *outputs)]
             options = [
                 s
-                for s in strategies(atoms.rows[n], dims, size)
+                for s in strategies(atoms.rows[n], dims, size, left)
                 if all(given[r] == p or step_kind(given[r], p) is not None for r, p in zip(node.refs(), s.inputs, strict=True))
             ]
             nodes[n] = rng.choice(options)

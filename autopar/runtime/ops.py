@@ -124,3 +124,37 @@ def randint(
 def bernoulli(key: Tensor, site: int, probs: Tensor, sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]) -> Tensor:
     """0 or 1 in the dtype of ``probs``, 1 with that probability."""
     return random.bernoulli(key, site, _piece(sizes, starts, strides), probs)
+
+
+def piece(x: Tensor, atoms: Sequence[int], atom: int, start: int, length: int, shape: Sequence[int]) -> Tensor:
+    """``[start, start + length)`` along one atom of ``x`` seen as ``atoms``, in ``shape``. Contiguous: some kernels read raw memory."""
+    return x.reshape(tuple(atoms)).narrow(atom, start, length).reshape(tuple(shape)).contiguous()
+
+
+def member(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """A parameter as a view of its bucket."""
+    count = 1
+    for size in shape:
+        count *= size
+    return flat[offset : offset + count].view(tuple(shape))
+
+
+def pack(pieces: Sequence[Tensor], numel: int) -> Tensor:
+    """Pieces one after the other in a flat tensor of ``numel`` elements, zeros at the end."""
+    flat = torch.cat([p.reshape(-1) for p in pieces])
+    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+
+
+def microbatch(x: Tensor, dim: int, outer: int, count: int, index: int) -> Tensor:
+    """Microbatch ``index`` of ``count``: ``dim`` is (outer, count, rest), of which one index of ``count`` is kept."""
+    shape = tuple(x.shape)
+    rest = shape[dim] // (outer * count)
+    split = x.reshape(*shape[:dim], outer, count, rest, *shape[dim + 1 :]).select(dim + 1, index)
+    return split.reshape(*shape[:dim], outer * rest, *shape[dim + 1 :]).contiguous()
+
+
+def accumulate(total: Tensor | None, x: Tensor, combine: str) -> Tensor:
+    """One more microbatch's share of a sum (or maximum, minimum) over microbatches."""
+    if total is None:
+        return x
+    return total + x if combine == "sum" else torch.maximum(total, x) if combine == "max" else torch.minimum(total, x)

@@ -1,0 +1,379 @@
+"""A local program as one readable Python module: compute segments, and a driver that calls them and the collectives between them.
+
+A segment is a pure function of tensors: a run of nodes of one layer and phase between two collectives. Segments with the same text are one
+(layers that repeat share theirs). The driver owns order and lifetimes: it starts collectives, waits where the result is first needed, and
+deletes what nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autopar.codegen.render import assign, bracket, call, define, offset
+from autopar.ir.local import LocalProgram
+from autopar.ir.program import Node, Offset, Region, dtype_name
+
+#: random ops: position of the number of the call, which differs from layer to layer.
+_SITES = {"autopar.keep": 1, "autopar.uniform": 1, "autopar.normal": 1, "autopar.randint": 1, "autopar.bernoulli": 1}
+
+
+@dataclass
+class _Statement:
+    """A statement of the driver: its lines, what it defines and what it reads."""
+
+    lines: list[str]
+    defines: list[str]
+    reads: list[str]
+    region: Region = "body"
+    starts: str = ""  # the value whose collective it starts
+
+
+@dataclass
+class Module:
+    """An emitted module.
+
+    ``source`` defines ``constants(device, consts)``, the segments, and ``step(comm, params, buckets, buffers, batch, constants, key)``, which
+    returns loss, gradients by bucket, new buffers and outputs. The tuples hold the paths of its arguments and results in order.
+    """
+
+    source: str
+    params: tuple[str, ...]
+    buckets: tuple[str, ...]
+    buffers: tuple[str, ...]
+    batch: tuple[str, ...]
+    consts: tuple[str, ...]
+    new_buffers: tuple[str, ...]
+    outputs: tuple[str, ...]
+    segments: int = 0
+    calls: int = 0
+    axes: tuple[tuple[str, ...], ...] = ()
+
+
+def layer_of(node: Node) -> str:
+    """The repeated layer that a node belongs to: its module path up to the first number; "" outside of layers."""
+    match = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", node.where.module)
+    return match.group(1) if match else ""
+
+
+def emit(program: LocalProgram, title: str = "") -> Module:
+    """The module of a local program."""
+    return _Emitter(program, title).run()
+
+
+@dataclass
+class _Emitter:
+    program: LocalProgram
+    title: str
+    segments: dict[str, str] = field(default_factory=dict)  # text without its name -> name
+    texts: list[list[str]] = field(default_factory=list)
+    statements: list[_Statement] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+
+    def run(self) -> Module:
+        p = self.program
+        fixed = self.constant_nodes()
+        main = [n for i, n in enumerate(p.nodes) if i not in fixed]
+        order: dict[Region, list[Node]] = {"pre": [], "body": [], "post": []}
+        for node in main:
+            order[node.region].append(node)
+        finals = [o.value for o in p.outputs]
+        for region, nodes in order.items():
+            self.region(region, nodes, main, set(finals))
+        used = {r for s in self.statements for r in s.reads} | set(finals)
+        made = [o for i in sorted(fixed) for o in p.nodes[i].outs if o]
+        held = [i.name for i in p.inputs if i.kind in ("const", "tangent")]
+        shared = [v for v in [*made, *held] if v in used]
+        lines = self.header() + self.constants([p.nodes[i] for i in sorted(fixed)], shared) + self.driver(shared)
+        kinds = {k: tuple(i.path for i in p.inputs_of(k)) for k in ("param", "bucket", "buffer", "batch", "const")}
+        axes = tuple(dict.fromkeys(n.args[1] for n in p.nodes if n.op.startswith("comm.")))
+        return Module(
+            "\n".join(lines) + "\n", kinds["param"], kinds["bucket"], kinds["buffer"], kinds["batch"], kinds["const"],
+            tuple(o.path for o in p.outputs_of("buffer")), tuple(o.path for o in p.outputs_of("output")),
+            len(self.texts), self.calls, axes,
+        )  # fmt: skip
+
+    def constant_nodes(self) -> set[int]:
+        """Nodes that depend on nothing that changes from step to step."""
+        known = {i.name for i in self.program.inputs if i.kind in ("const", "tangent")}
+        found = set()
+        for n, node in enumerate(self.program.nodes):
+            if not node.op.startswith("comm.") and node.op != "autopar.accumulate" and "mb" not in repr(_offsets(node)):
+                if all(r in known for r in node.refs()):
+                    known.update(o for o in node.outs if o)
+                    found.add(n)
+        return found
+
+    def region(self, region: Region, nodes: list[Node], main: list[Node], finals: set[str]) -> None:
+        """Statements of one region: segments between collectives, waits before first uses."""
+        run: list[Node] = []
+        pending: list[str] = []  # collectives started and not waited for
+
+        def flush() -> None:
+            if run:
+                wait({r for n in run for r in n.refs()})
+                self.segment(list(run), main, finals, region)
+                run.clear()
+
+        def wait(reads: Iterable[str]) -> None:
+            for value in [v for v in pending if v in set(reads)]:
+                pending.remove(value)
+                self.statements.append(_Statement(assign(value, f"{value}.wait", [], 4, self.comment(value)), [value], [value], region))
+
+        for node in nodes:
+            if node.op == "autopar.accumulate":
+                flush()
+                self.accumulate(node)
+            elif node.op.startswith("comm."):
+                flush()
+                wait(node.refs())
+                self.start(node, region)
+                pending.append(node.outs[0])
+            else:
+                if run and (layer_of(run[0]), run[0].phase) != (layer_of(node), node.phase):
+                    flush()
+                if set(node.refs()) & set(pending):
+                    flush()
+                run.append(node)
+        flush()
+        wait(list(pending))
+
+    def start(self, node: Node, region: Region) -> None:
+        value, axes, *rest = node.args
+        args = [value.name, _axes(axes), *(f'"{r}"' if isinstance(r, str) else str(r) for r in rest), f'site="{node.where.module}"']
+        function = f"comm.{node.op.removeprefix('comm.')}"
+        self.statements.append(_Statement(assign(node.outs[0], function, args, 4), [node.outs[0]], [value.name], region, node.outs[0]))
+
+    def accumulate(self, node: Node) -> None:
+        """Adds this turn's share to a total: the last thing a turn does with the value."""
+        value, combine = node.args
+        total = node.outs[0]
+        args = [total, value.name, f'"{combine}"']
+        self.statements.append(_Statement(assign(total, "ops.accumulate", args, 4), [total], [value.name], "body", "accumulate"))
+
+    def segment(self, nodes: list[Node], main: list[Node], finals: set[str], region: Region) -> None:
+        """A function for a run of nodes, shared with every run of the same text, and the call of it."""
+        inside = {o for n in nodes for o in n.outs if o}
+        ids = {id(n) for n in nodes}
+        outer = {r for n in main if id(n) not in ids for r in n.refs()} | finals
+        results = [o for n in nodes for o in n.outs if o in outer]
+        layer = layer_of(nodes[0])
+        prefix = layer.replace(".", "_") + "_" if layer else ""
+        names: dict[str, str] = {}
+        params: list[str] = []
+        arguments: list[str] = []
+
+        def local(value: str) -> str:
+            if value not in names:
+                short = value.replace(prefix, "", 1) if prefix and prefix in value else value
+                if value not in inside:
+                    if prefix and short == value:
+                        short = "x"
+                    short = _fresh(short, names.values())
+                    params.append(short)
+                    arguments.append(value)
+                names[value] = _fresh(short, names.values()) if value in inside else short
+            return names[value]
+
+        def lift(value: object) -> str:
+            name = _fresh("start" if isinstance(value, Offset) else "site", names.values())
+            names[name] = name
+            params.append(name)
+            arguments.append(offset(value) if isinstance(value, Offset) else str(value))
+            return name
+
+        body: list[str] = []
+        for node in nodes:
+            shown = node
+            if node.op in _SITES:
+                at = _SITES[node.op]
+                shown = node.with_args(*node.args[:at], _Site(node.args[at]), *node.args[at + 1 :])
+            function, args = call(shown, local, lift)
+            if args is not None:
+                args = [lift(shown.args[_SITES[node.op]].value) if a.startswith("_Site(") else a for a in args]
+            target = ", ".join(local(o) if o else "_" for o in node.outs)
+            comment = "; ".join(self.comment(o) for o in node.outs[:1] if o)
+            body += assign(target, function, args, 4, comment)
+        body += bracket("return (", [local(r) for r in results], 4) if len(results) > 1 else [f"    return {local(results[0])}"]
+        text = "\n".join([*params, "->", *body])
+        if text not in self.segments:
+            stem = "_".join([re.sub(r"\W", "_", re.sub(r"\.?\d+$", "", layer)) or "model", nodes[0].phase])
+            count = self.counts[stem] = self.counts.get(stem, 0) + 1
+            self.segments[text] = f"{stem}_{count}"
+            self.texts.append([*define(self.segments[text], params), *body])
+        self.calls += 1
+        name = self.segments[text]
+        target = ", ".join(results)
+        lines = assign(target, name, arguments, 4)
+        if len(target) > 90:
+            lines = [*bracket("(", results, 4), *[]]
+            lines[-1] += f" = {name}({', '.join(arguments)})"
+            if len(lines[-1]) > 140:
+                head = lines.pop()[: -len(f"({', '.join(arguments)})")]
+                inner = f"        {', '.join(arguments)}"
+                lines += [head + "(", inner, "    )"] if len(inner) <= 140 else [head + "(", *(f"        {a}," for a in arguments), "    )"]
+        reads = [a for a in arguments if a in self.program.types]
+        self.statements.append(_Statement(lines, results, reads, region))
+
+    def comment(self, value: str) -> str:
+        """Local type, and the sharding where the value has one."""
+        kind = self.program.types[value]
+        sharding = self.program.shardings.get(value)
+        text = f"{dtype_name(kind.dtype)}[{', '.join(map(str, kind.shape))}]"
+        return f"{text} of {sharding}" if sharding is not None and sharding.placements else text
+
+    def header(self) -> list[str]:
+        return [
+            f'"""{self.title or "The training step of one rank."}',
+            "",
+            f"Mesh: {self.program.mesh or 'one rank'}. Ranks differ only in the coordinates that their comm holds.",
+            '"""',
+            "",
+            "import torch",
+            "",
+            "from autopar.runtime import ops",
+            "",
+            "aten = torch.ops.aten",
+            "",
+            "",
+        ]
+
+    def constants(self, nodes: list[Node], shared: list[str]) -> list[str]:
+        """Tensors that are the same in every step, made once."""
+        p = self.program
+        needed = set(shared)
+        kept = []
+        for node in reversed(nodes):
+            if any(o in needed for o in node.outs):
+                needed.update(node.refs())
+                kept.append(node)
+        lines = ['def constants(comm, consts):', '    """Tensors that no step changes, made once."""']
+        body: list[str] = []
+        consts = [i for i in p.inputs_of("const")]
+        if consts:
+            body += bracket("(", [i.name for i in consts], 4)
+            body[-1] += " = consts"
+        for i in p.inputs_of("tangent"):
+            if i.name in needed:
+                kind = p.types[i.name]
+                body += assign(i.name, "torch.ones", [str(kind.shape), f"dtype={kind.dtype}", "device=comm.device"], 4)
+        for node in reversed(kept):
+            extra = {"device": "comm.device"} if not node.refs() else {}
+            function, args = call(node, lambda v: v, lambda v: offset(v).replace('c["', 'comm.coords["'), extra)
+            body += assign(", ".join(o or "_" for o in node.outs), function, args, 4, self.comment(node.name))
+        result = bracket("return (", shared, 4) if shared else ["    return ()"]
+        return [*lines, *body, *result, "", ""]
+
+    def driver(self, shared: list[str]) -> list[str]:
+        """The segments' functions, then ``step``."""
+        p = self.program
+        lines = [line for text in self.texts for line in [*text, "", ""]]
+        lines += ["def step(comm, params, buckets, buffers, batch, constants, key):", '    """One rank\'s step."""']
+        uses_c = any("c[" in line for s in self.statements for line in s.lines)
+        if uses_c:
+            lines.append("    c = comm.coords")
+        for kind, argument in (("param", "params"), ("bucket", "buckets"), ("buffer", "buffers"), ("batch", "batch")):
+            names = [i.name for i in p.inputs_of(kind)]
+            if names:
+                lines += bracket("(", names, 4)
+                lines[-1] += f" = {argument}"
+        if shared:
+            lines += bracket("(", shared, 4)
+            lines[-1] += " = constants"
+        lines += self.body()
+        losses = [o.value for o in p.outputs_of("loss")]
+        parts = [losses[0] if losses else "None"]
+        for kind in ("bucket", "buffer", "output"):
+            values = [o.value for o in p.outputs_of(kind)]
+            parts.append(f"({', '.join(values)}{',' if len(values) == 1 else ''})")
+        returned = bracket("return ", parts, 4, "")
+        if len(returned) > 1:
+            returned = bracket("return (", parts, 4)
+        return [*lines, *returned]
+
+    def body(self) -> list[str]:
+        """Statements in order with the deletions; those of the loop indented."""
+        p = self.program
+        kept = {o.value for o in p.outputs} | {i.name for i in p.inputs if i.kind in ("const", "tangent", "param", "bucket", "buffer", "key")}
+        last: dict[str, int] = {}
+        for n, s in enumerate(self.statements):
+            for v in (*s.reads, *s.defines):
+                last[v] = n
+        looped = p.microbatches > 1
+        defined_in = {v: s.region for s in self.statements for v in s.defines}
+        loop = [n for n, s in enumerate(self.statements) if s.region == "body"]
+        end = loop[-1] if loop and looped else -1
+        dead: dict[int, list[str]] = {}
+        for value, n in last.items():
+            if value in kept:
+                continue
+            outside = defined_in.get(value, "pre") != "body"
+            if looped and self.statements[n].region == "body" and outside:
+                n = end
+                dead.setdefault(-2, []).append(value)
+                continue
+            dead.setdefault(n, []).append(value)
+        lines: list[str] = []
+        totals = [v for s in self.statements if s.starts == "accumulate" for v in s.defines]
+        for n, s in enumerate(self.statements):
+            inner = looped and s.region == "body"
+            if inner and n == loop[0]:
+                lines += [f"    {t} = None" for t in totals]
+                lines.append(f"    for mb in range({p.microbatches}):")
+            pad = "    " if inner else ""
+            lines += [pad + line for line in s.lines]
+            gone = [v for v in dead.get(n, []) if v not in totals or not inner]
+            if gone:
+                lines += _delete(gone, 8 if inner else 4)
+            if looped and n == end:
+                after = [v for v in dead.get(-2, []) if v not in totals]
+                if after:
+                    lines += _delete(after, 4)
+        return lines
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Marks the number of a random call, which becomes a parameter of its segment."""
+
+    value: int
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return "(" + ", ".join(f'"{a}"' for a in axes) + ("," if len(axes) == 1 else "") + ")"
+
+
+def _offsets(node: Node) -> list[Offset]:
+    found: list[Offset] = []
+
+    def walk(tree: object) -> None:
+        if isinstance(tree, Offset):
+            found.append(tree)
+        elif isinstance(tree, tuple):
+            for t in tree:
+                walk(t)
+
+    walk(node.args)
+    return found
+
+
+def _fresh(stem: str, taken: Iterable[str]) -> str:
+    taken = set(taken)
+    name, count = stem, 0
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    return name
+
+
+def _delete(values: list[str], indent: int) -> list[str]:
+    pad, lines = " " * indent, []
+    while values:
+        take = 1
+        while take < len(values) and len(pad) + 4 + len(", ".join(values[: take + 1])) <= 140:
+            take += 1
+        lines.append(f"{pad}del {', '.join(values[:take])}")
+        values = values[take:]
+    return lines

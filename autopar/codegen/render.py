@@ -1,0 +1,112 @@
+"""One node as one Python call, and calls as lines that a formatter leaves alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.ir.program import Node, Offset, Ref
+
+WIDTH = 140
+
+
+def literal(value: Any, name: Callable[[str], str], lift: Callable[[Any], str] | None = None) -> str:
+    """An argument as Python. ``lift`` turns numbers that depend on the rank into expressions."""
+    if isinstance(value, Ref):
+        return name(value.name)
+    if isinstance(value, Offset):
+        return lift(value) if lift is not None else offset(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, tuple):
+        parts = [literal(v, name, lift) for v in value]
+        return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value)
+
+
+def offset(value: Offset) -> str:
+    """A number that depends on the rank, as an expression of its coordinates ``c`` and the microbatch ``mb``."""
+    parts = []
+    for axis, stride in value.terms:
+        coordinate = "mb" if axis == "mb" else f'c["{axis}"]'
+        parts.append(coordinate if stride == 1 else f"{coordinate} * {stride}")
+    return " + ".join(parts) or "0"
+
+
+#: ops that print as methods of their first tensor: op -> (method, most arguments).
+_METHODS = {
+    "aten.view.default": ("reshape", 2),
+    "aten._unsafe_view.default": ("reshape", 2),
+    "aten.reshape.default": ("reshape", 2),
+    "aten.t.default": ("t", 1),
+    "aten.transpose.int": ("transpose", 3),
+    "aten.permute.default": ("permute", 2),
+    "aten.expand.default": ("expand", 2),
+    "aten.unsqueeze.default": ("unsqueeze", 2),
+    "aten.exp.default": ("exp", 1),
+    "aten.log.default": ("log", 1),
+}
+_OPERATORS = {"aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/"}
+_FUNCTIONS = {"aten.mm.default": "torch.mm", "aten.bmm.default": "torch.bmm"}
+
+
+def call(
+    node: Node, name: Callable[[str], str], lift: Callable[[Any], str], extra: dict[str, str] | None = None
+) -> tuple[str, list[str] | None]:
+    """(function, arguments) of a node's call; a node that prints as an operator has the expression as the function and None for arguments."""
+    args = [literal(a, name, lift) for a in node.args]
+    kwargs = [f"{k}={literal(v, name, lift)}" for k, v in node.kwargs] + [f"{k}={v}" for k, v in (extra or {}).items()]
+    if not kwargs:
+        if node.op in _METHODS and len(args) <= _METHODS[node.op][1]:
+            return f"{args[0]}.{_METHODS[node.op][0]}", args[1:]
+        if node.op in _OPERATORS and len(args) == 2:
+            return f"{args[0]} {_OPERATORS[node.op]} {args[1]}", None
+        if node.op in _FUNCTIONS:
+            return _FUNCTIONS[node.op], args
+    space, _, rest = node.op.partition(".")
+    function = f"ops.{rest}" if space == "autopar" else f"aten.{rest}" if space == "aten" else f"torch.ops.{node.op}"
+    return function, [*args, *kwargs]
+
+
+def assign(target: str, function: str, args: list[str] | None, indent: int, comment: str = "") -> list[str]:
+    """``target = function(args)`` in lines of at most ``WIDTH``, as the formatter would break them."""
+    pad = " " * indent
+    head = f"{pad}{target} = " if target else pad
+    lines = [f"{head}{function}" if args is None else f"{head}{function}({', '.join(args)})"]
+    tail = f"  # {comment}" if comment else ""
+    if len(lines[0]) + len(tail) <= WIDTH:
+        return [lines[0] + tail]
+    before = [f"{pad}# {comment}"] if comment else []
+    if len(lines[0]) <= WIDTH or not args:
+        return [*before, lines[0]]
+    inner = f"{pad}    {', '.join(args)}"
+    if len(inner) <= WIDTH:
+        return [*before, f"{head}{function}(", inner, f"{pad})"]
+    return [*before, f"{head}{function}(", *(f"{pad}    {a}," for a in args), f"{pad})"]
+
+
+def define(name: str, params: list[str]) -> list[str]:
+    """The ``def`` line of a function, broken as the formatter would."""
+    line = f"def {name}({', '.join(params)}):"
+    if len(line) <= WIDTH:
+        return [line]
+    inner = f"    {', '.join(params)}"
+    if len(inner) <= WIDTH:
+        return [f"def {name}(", inner, "):"]
+    return [f"def {name}(", *(f"    {p}," for p in params), "):"]
+
+
+def bracket(head: str, items: list[str], indent: int, close: str = ")") -> list[str]:
+    """``head(items)`` for returns and tuple targets: ``head`` ends with the opening bracket."""
+    pad = " " * indent
+    line = f"{pad}{head}{', '.join(items)}{',' if len(items) == 1 and close == ')' else ''}{close}"
+    if len(line) <= WIDTH:
+        return [line]
+    return [f"{pad}{head}", *(f"{pad}    {i}," for i in items), f"{pad}{close}"]

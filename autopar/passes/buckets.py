@@ -1,0 +1,138 @@
+"""Buckets: parameters become views of gathered flat tensors, gradients are packed into flat tensors, and every element gets one owner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.local import LocalProgram
+from autopar.ir.program import Input, Node, Offset, Output, Ref, TensorType, Where
+from autopar.layout.bucket import Bucket, Member, padded
+from autopar.layout.mesh import Mesh
+
+#: bytes after which a bucket is closed.
+CAP = 25 * 2**20
+
+
+def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CAP) -> tuple[Bucket, ...]:
+    """Buckets of the parameters that have gradients, in the order in which the backward makes them.
+
+    Args:
+        groups: the optimizer's parameter group of every path.
+        cap: bytes of a bucket's flat tensor after which the next is begun.
+    """
+    mesh = program.mesh
+    position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
+    inputs = {i.path: i for i in program.inputs_of("param")}
+    grads = sorted(program.outputs_of("grad"), key=lambda o: position.get(o.value, -1))
+    open_: dict[tuple[Any, ...], list[Member]] = {}
+    closed: list[tuple[tuple[Any, ...], list[Member]]] = []
+    for grad in grads:
+        param = inputs[grad.path]
+        sharding, kind = program.shardings[param.name], program.types[param.name]
+        axes = tuple(a for a, n in mesh.axes if n > 1 and sharding.on(a).kind == "replicate")
+        partial = tuple(a for a in axes if program.shardings[grad.value].on(a).kind == "partial")
+        key = (kind.dtype, groups.get(grad.path, 0), axes, partial)
+        members = open_.setdefault(key, [])
+        offset = members[-1].offset + members[-1].numel if members else 0
+        members.append(Member(grad.path, offset, kind.shape, sharding))
+        if (offset + members[-1].numel) * kind.dtype.itemsize >= cap:
+            closed.append((key, open_.pop(key)))
+    closed += list(open_.items())
+    order = {o.path: n for n, o in enumerate(grads)}
+    closed.sort(key=lambda item: order[item[1][-1].path])
+    buckets = []
+    for n, ((dtype, group, axes, partial), members) in enumerate(closed):
+        numel = padded(members[-1].offset + members[-1].numel, mesh.count(axes))
+        buckets.append(Bucket(f"bucket{n}", dtype, group, axes, partial, tuple(members), numel))
+    return tuple(buckets)
+
+
+def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> LocalProgram:
+    """The program over buckets.
+
+    ``zero`` 1: a rank's input is the part of each bucket that it owns, gathered before use, and its output the gradients of that part.
+    ``zero`` 0: every rank holds whole buckets and gets whole gradients, each part of which its owner has summed.
+    """
+    types, shardings = dict(program.types), dict(program.shardings)
+    mesh = program.mesh
+    inputs_by_path = {i.path: i for i in program.inputs_of("param")}
+    grad_of = {o.path: o.value for o in program.outputs_of("grad")}
+    first_use = _first_use(program)
+    here: dict[str, list[Node]] = {}  # nodes to be placed right after the value of this name
+    head: list[tuple[int, list[Node]]] = []
+    inputs = [i for i in program.inputs if not (i.kind == "param" and i.path in grad_of)]
+    outputs = [o for o in program.outputs if o.kind != "grad"]
+    post = "post" if program.microbatches > 1 else "body"
+    position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
+    tail: list[Node] = []
+
+    for bucket in buckets:
+        def add(op: str, args: tuple[Any, ...], name: str, shape: tuple[int, ...], nodes: list[Node], phase: Any, region: Any) -> str:
+            nodes.append(Node(op, args, (name,), (), phase, Where(bucket.name), region))  # noqa: B023 - called within the turn
+            types[name] = TensorType(bucket.dtype, shape)  # noqa: B023
+            return name
+
+        owners = bucket.owners(mesh)
+        held = bucket.numel if zero == 0 else bucket.part(mesh)
+        inputs.append(Input(bucket.name, "bucket", bucket.name, trainable=True))
+        types[bucket.name] = TensorType(bucket.dtype, (held,))
+        nodes: list[Node] = []
+        full = bucket.name
+        region: Any = "pre" if program.microbatches > 1 else "body"
+        if owners > 1 and zero > 0:
+            full = add("comm.all_gather", (Ref(full), bucket.axes, 0), f"{bucket.name}_full", (bucket.numel,), nodes, "forward", region)
+        uses = []
+        for member in bucket.members:
+            name = inputs_by_path[member.path].name
+            add("autopar.member", (Ref(full), member.offset, member.shape), name, member.shape, nodes, "forward", region)
+            uses.append(first_use.get(name, len(program.nodes)))
+        head.append((min(uses), nodes))
+
+        nodes = []
+        packed = tuple(Ref(grad_of[m.path]) for m in bucket.members)
+        flat = add("autopar.pack", (packed, bucket.numel), f"{bucket.name}_grad", (bucket.numel,), nodes, "backward", post)
+        sizes = [mesh[a] for a in bucket.axes]
+        part = bucket.part(mesh)
+        for axis in bucket.axes:
+            if axis in bucket.partial:
+                continue
+            at = bucket.axes.index(axis)
+            atoms = (*sizes, part)
+            sizes[at] = 1
+            args = (Ref(flat), atoms, at, Offset(((axis, 1),)), 1, (math.prod(sizes) * part,))
+            flat = add("autopar.piece", args, f"{bucket.name}_grad_{axis}", args[-1], nodes, "backward", post)
+        if bucket.partial:
+            args = (Ref(flat), bucket.partial, 0, "sum")
+            flat = add("comm.reduce_scatter", args, f"{bucket.name}_grad_own", (part,), nodes, "backward", post)
+        if zero == 0 and owners > 1:
+            flat = add("comm.all_gather", (Ref(flat), bucket.axes, 0), f"{bucket.name}_grad_all", (bucket.numel,), nodes, "backward", post)
+        outputs.append(Output(flat, "bucket", bucket.name))
+        last = max((grad_of[m.path] for m in bucket.members), key=lambda v: position.get(v, -1))
+        if last in position:
+            here.setdefault(last, []).extend(nodes)
+        else:
+            tail.extend(nodes)
+
+    body: list[Node] = []
+    for node in program.nodes:
+        body.append(node)
+        for out in node.outs:
+            body.extend(here.get(out, ()) if out else ())
+    # gathers in the order in which the forward needs them: start early, wait late
+    front = [n for _, ns in sorted(head, key=lambda item: item[0]) for n in ns]
+    nodes_ = tuple(front + body + tail)
+    return replace(program, inputs=tuple(inputs), nodes=nodes_, outputs=tuple(outputs), types=types, shardings=shardings, buckets=buckets)
+
+
+def _first_use(program: LocalProgram) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for n, node in enumerate(program.nodes):
+        for name in node.refs():
+            found.setdefault(name, n)
+    return found
+
+
+__all__ = ["CAP", "Mesh", "bucketize", "make_buckets"]
