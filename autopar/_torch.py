@@ -21,8 +21,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._inductor import config as inductor_config
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -39,10 +39,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.ir.program import TensorType
 
 __all__ = [
-    "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "GradAOTOutput",
-    "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput", "PlainAOTOutput", "ReplaceMode",
-    "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves", "annotate", "compiling", "fake_mode", "fake_like", "infer",
-    "is_accumulation", "is_random", "is_wrapped", "resolve", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
+    "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
+    "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput",
+    "PlainAOTOutput", "ReplaceMode", "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves",
+    "annotate", "compiling", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random", "is_wrapped", "no_mkldnn",
+    "resolve", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
 ]  # fmt: skip
 
 TreeSpec = pytree.TreeSpec
@@ -147,6 +148,18 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextmanager
+def no_mkldnn() -> Iterator[None]:
+    """Recurrent layers come as plain ops in here, not as the one fused op that only CPUs have."""
+    # The public torch.backends.mkldnn.flags sets precisions as well, and warns about them.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def trace_joint(module: nn.Module, args: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> fx.GraphModule:
     """The functional ATen graph of a module's forward and, if its first output requires grad, backward, with descriptors.
 
@@ -170,7 +183,7 @@ def is_accumulation(node: fx.Node) -> bool:
 def accumulation_leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaf tensors whose ``.grad`` a backward from ``loss`` would write."""
     seen: set[Any] = set()
-    todo = [loss.grad_fn] if loss.grad_fn is not None else []
+    todo: list[Any] = [loss.grad_fn]
     if loss.grad_fn is None and loss.requires_grad:
         yield loss
     while todo:

@@ -23,9 +23,9 @@ from autopar.ir.program import Input, Node, Output, Phase, Program, Ref, TensorT
 # Arguments that say where a tensor lies, not what it is: the emitter decides that anew for every rank.
 _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "requires_grad"})
 # One tensor in, the same values out.
-_SAME = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default"})
+_SAME = frozenset(f"aten.{name}.default" for name in ("detach", "alias", "lift", "lift_fresh", "lift_fresh_copy"))
 # They check or constrain and give nothing that a value depends on.
-_CHECKS = re.compile(r"aten\._?(assert|functional_assert|sym_constrain|_?functional_sym_constrain)\w*\.|aten\._assert\w*\.")
+_CHECKS = re.compile(r"aten\._*(functional_)?(assert|sym_constrain)\w*\.")
 _OUT_NAMES: Mapping[str, tuple[str, ...]] = {
     "aten.native_layer_norm.default": ("", "mean", "rstd"),
     "aten.native_group_norm.default": ("", "mean", "rstd"),
@@ -329,14 +329,17 @@ class Builder:
                 f"The model writes to its tensor attribute {made.path}", why="a step keeps the new value of registered buffers only",
                 hint="register_buffer(name, tensor)",
             )  # fmt: skip
-        what = f"its parameter {self._state(desc.target).path}" if isinstance(desc, ParamAOTInput) else f"its input {self.batch_paths[desc.idx]!r}"
+        if isinstance(desc, ParamAOTInput):
+            what = f"its parameter {self._state(desc.target).path}"
+        else:
+            what = f"its input {self.batch_paths[desc.idx]!r}"
         raise CaptureError(
             f"The model writes to {what} in place", why="a step must leave its batch and parameters as they are",
             hint="write to a copy: x = x.clone()",
         )  # fmt: skip
 
     def _unclone(self, value: Any) -> str:
-        while isinstance(value, fx.Node) and str(value.target) in {*_SAME, "aten.clone.default"} and KEY not in value.meta.get("custom", {}):
+        while isinstance(value, fx.Node) and str(value.target) in {*_SAME, "aten.clone.default"} and _annotated(value) is None:
             value = value.args[0]
         name = self.env[value]
         assert isinstance(name, str)
@@ -381,9 +384,14 @@ class Builder:
         inputs.sort(key=lambda i: order.index(i.kind))
         known = {i.name for i in inputs} | {o for n in nodes for o in n.outs if o}
         return Program(
-            inputs=tuple(inputs), nodes=tuple(nodes), outputs=tuple(outputs), types={n: t for n, t in self.types.items() if n in known},
-            consts={i.path: self.consts[i.path] for i in inputs if i.kind == "const"}, unreached=tuple(unreached), output_tree=self.output_tree,
-        )  # fmt: skip
+            inputs=tuple(inputs),
+            nodes=tuple(nodes),
+            outputs=tuple(outputs),
+            types={n: t for n, t in self.types.items() if n in known},
+            consts={i.path: self.consts[i.path] for i in inputs if i.kind == "const"},
+            unreached=tuple(unreached),
+            output_tree=self.output_tree,
+        )
 
 
 class _Placed:

@@ -14,7 +14,9 @@ from autopar.ir.program import Node, Program, map_refs
 Ops = Mapping[str, Callable[..., Any]]
 
 
-def run(program: Program, values: Mapping[str, Tensor], ops: Ops | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
+def run(
+    program: Program, values: Mapping[str, Tensor], ops: Ops | None = None, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
     """The values of a program's outputs.
 
     Args:

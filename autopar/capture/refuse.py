@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,7 +63,7 @@ def check_storage(groups: Sequence[tuple[str, str, Tensor]]) -> None:
         seen[key] = name
 
 
-def check_arguments(tree: Any, where: Where, mode: Any) -> None:
+def check_arguments(tree: Any, where: Where) -> None:
     """A real tensor that requires grad takes part, though every parameter was replaced: the model holds it somewhere else."""
     for leaf in _walk(tree):
         if isinstance(leaf, Tensor) and leaf.requires_grad and type(leaf) in (Tensor, nn.Parameter) and _is_real(leaf):
@@ -102,7 +102,9 @@ def check_reached(program: Program, reached: frozenset[str]) -> None:
             f"The captured graph lost the gradient of {', '.join(lost)}", why="eager autograd reaches them from the loss; the graph doesn't"
         )
     if extra := sorted(got - reached):
-        raise CaptureError(f"The captured graph has a gradient for {', '.join(extra)}", why="eager autograd doesn't reach them from the loss")
+        raise CaptureError(
+            f"The captured graph has a gradient for {', '.join(extra)}", why="eager autograd doesn't reach them from the loss"
+        )
 
 
 def check_attributes(program: Program, rewritten: set[str]) -> None:
@@ -110,57 +112,65 @@ def check_attributes(program: Program, rewritten: set[str]) -> None:
     for made in program.inputs_of("const"):
         if made.path in rewritten:
             raise CaptureError(
-                f"The model reads its tensor attribute {made.path} and replaces it", why="a step keeps the new value of registered buffers only",
-                hint="register_buffer(name, tensor)",
+                f"The model reads its tensor attribute {made.path} and replaces it",
+                why="a step keeps the new value of registered buffers only", hint="register_buffer(name, tensor)",
             )  # fmt: skip
 
 
-@contextmanager
-def restored(model: nn.Module) -> Iterator[Mapping[str, dict[str, Any]]]:
-    """Let the modules' attributes be changed, then put back what they were: the same objects, in the same order.
+#: the parameters, buffers and hooks of every module.
+TABLES = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, dict) and key != "_modules")
 
-    Yields a snapshot of each module's attributes. Tables (parameters, buffers, hooks) are copies meanwhile, lists and dicts in
-    attributes get their contents back.
-    """
-    modules = dict(model.named_modules())
-    saved = {path: dict(vars(module)) for path, module in modules.items()}
-    contents = {path: {k: type(v)(v) for k, v in own.items() if type(v) in (list, dict, set)} for path, own in saved.items()}
-    try:
-        for path, module in modules.items():
-            for key, value in saved[path].items():
-                if key != "_modules" and key.startswith("_") and type(value) in (dict, OrderedDict) and key in _TABLES:
-                    vars(module)[key] = value.copy()
-        yield saved
-    finally:
-        for path, module in modules.items():
-            own = vars(module)
+
+class Attributes:
+    """What the attributes of a model's modules are now: the same objects in the same order, and what lists, dicts and sets hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.saved = {path: dict(vars(module)) for path, module in self.modules.items()}
+        self.contents = {path: {k: type(v)(v) for k, v in own.items() if type(v) in (list, dict, set)} for path, own in self.saved.items()}
+
+    def restore(self) -> None:
+        for path, module in self.modules.items():
+            # vars() is the module's own dict, whatever a type checker makes of it.
+            own: Any = vars(module)
             own.clear()
-            own.update(saved[path])
-            for key, value in contents[path].items():
-                _refill(saved[path][key], value)
+            own.update(self.saved[path])
+            for key, value in self.contents[path].items():
+                _refill(self.saved[path][key], value)
 
 
-_TABLES = frozenset(
-    key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, OrderedDict)) and key != "_modules"
-)  # the parameters, buffers and hooks of every module
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Let the modules' attributes be changed, then put them back. Tables (parameters, buffers, hooks) are copies meanwhile."""
+    before = Attributes(model)
+    try:
+        for module in before.modules.values():
+            own: Any = vars(module)
+            for key in TABLES & own.keys():
+                own[key] = own[key].copy()
+        yield
+    finally:
+        before.restore()
 
 
 def _refill(container: Any, value: Any) -> None:
     if isinstance(container, list):
         if len(container) != len(value) or any(a is not b for a, b in zip(container, value, strict=True)):
             container[:] = value
-    elif len(container) != len(value) or any(k not in container for k in value) or any(
-        isinstance(value, dict) and container[k] is not value[k] for k in value
+    elif (
+        len(container) != len(value)
+        or any(k not in container for k in value)
+        or any(isinstance(value, dict) and container[k] is not value[k] for k in value)
     ):
         container.clear()
         container.update(value)
 
 
-def check_python_state(model: nn.Module, before: Mapping[str, dict[str, Any]]) -> set[str]:
-    """Names of tensor attributes that were replaced. A number or a flag that changed is refused: the graph holds one value of it."""
-    for path, module in model.named_modules():
-        own, old = vars(module), before[path]
-        for key, value in own.items():
+def check_python_state(before: Attributes) -> None:
+    """A number or a flag that a forward changed is refused: the graph holds one value of it."""
+    for path, module in before.modules.items():
+        old = before.saved[path]
+        for key, value in vars(module).items():
             if key == "training" or value is old.get(key, value):
                 continue
             if isinstance(value, _PLAIN) and isinstance(old.get(key), _PLAIN) and value != old[key]:
@@ -169,7 +179,56 @@ def check_python_state(model: nn.Module, before: Mapping[str, dict[str, Any]]) -
                     f"The model changes its attribute {name} in its forward, from {old[key]!r} to {value!r}",
                     why="a captured graph keeps the one value it saw", hint="keep counters as buffers: register_buffer and .add_(1)",
                 )  # fmt: skip
-    return set()
+
+
+class Constants:
+    """Which tensors of a run depend on nothing that changes from step to step: made without a tensor, or from such tensors."""
+
+    _RANDOM = re.compile("rand|normal|uniform|bernoulli|dropout|multinomial|exponential|poisson")
+
+    def __init__(self) -> None:
+        # By identity, and held, so that no identity is used twice.
+        self.held: dict[int, Tensor] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        self.held[id(tensor)] = tensor
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.held
+
+    def after(self, function: str, arguments: Any, result: Any) -> None:
+        constant = not self._RANDOM.search(function) and all(t in self for t in _walk(arguments) if isinstance(t, Tensor))
+        written = arguments[0][0] if function == "__setitem__" else None
+        for tensor in _walk((result, written)):
+            if isinstance(tensor, Tensor):
+                if constant:
+                    self.add(tensor)
+                else:
+                    self.held.pop(id(tensor), None)
+
+
+def left_behind(before: Attributes, constants: Constants) -> dict[int, tuple[str, Tensor]]:
+    """Tensors that a forward left in the model's attributes, by identity; caches of constants don't count."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in before.modules.items():
+        for key, value in vars(module).items():
+            if key in TABLES or key == "_modules":
+                continue
+            for tensor in _walk(value):
+                if isinstance(tensor, _torch.FakeTensor) and not isinstance(tensor, nn.Parameter) and tensor not in constants:
+                    found[id(tensor)] = (f"{path}.{key}" if path else key, tensor)
+    return found
+
+
+def check_left_behind(tree: Any, where: Where, left: Mapping[int, tuple[str, Tensor]]) -> None:
+    """In a second run nothing may be read that the first one left behind."""
+    for leaf in _walk(tree):
+        if id(leaf) in left:
+            raise CaptureError(
+                f"The model reads what an earlier step left in its attribute {left[id(leaf)][0]}", where=str(where),
+                why="a step keeps the new value of registered buffers only",
+                hint="register_buffer(name, tensor), and write it in the forward",
+            )  # fmt: skip
 
 
 def explain(error: Exception, module: str) -> AutoparError:
@@ -185,6 +244,11 @@ def explain(error: Exception, module: str) -> AutoparError:
         )  # fmt: skip
     if isinstance(error, _torch.UnsupportedOperatorException):
         return UnsupportedError(f"{error.func} can't run on tensors without data", where=where, hint="register a fake implementation")
+    if "use_reentrant=True" in str(error):
+        return UnsupportedError(
+            "A region under torch.utils.checkpoint with use_reentrant=True", where=where, why="its backward calls .backward() itself",
+            hint="use_reentrant=False",
+        )  # fmt: skip
     text = str(error).strip().splitlines()
     return CaptureError(
         f"The model raised {type(error).__name__} while it was captured: {text[0] if text else ''}", where=where,

@@ -27,7 +27,8 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = tuple(sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platlib"))
 # Reading these makes no node, and models read them all the time.
 _QUIET = frozenset(
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "is_leaf", "layout", "is_meta")
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "is_leaf", "layout", "is_meta")
 ) | {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
 
 
@@ -111,17 +112,25 @@ class Modules:
 
 
 class SourceMode(TorchFunctionMode):
-    """Marks every node that a torch function makes with its Where, and calls ``check`` on the function's arguments."""
+    """Marks every node that a torch function makes with its Where.
 
-    def __init__(self, modules: Modules, check: Callable[[Any, Where], None] | None = None) -> None:
+    Calls ``before(arguments, where)`` and ``after(name of the function, arguments, result)``.
+    """
+
+    def __init__(
+        self, modules: Modules, before: Callable[[Any, Where], None] | None = None, after: Callable[[str, Any, Any], None] | None = None
+    ) -> None:
         super().__init__()
-        self.modules, self.check = modules, check
+        self.modules, self.before, self.after = modules, before, after
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUIET:
             return func(*args, **(kwargs or {}))
         where = place(sys._getframe(1), self.modules.current)
-        if self.check is not None:
-            self.check((args, kwargs), where)
+        if self.before is not None:
+            self.before((args, kwargs), where)
         with annotate({KEY: (where.module, where.file, where.line, where.code)}):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if self.after is not None:
+            self.after(getattr(func, "__name__", ""), (args, kwargs), result)
+        return result

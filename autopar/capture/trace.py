@@ -37,10 +37,12 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bo
     refuse.check_model(model, grads)
     tree, tensors = take_batch(batch)
     state = State.of(model)
-    with _preserved_random(model), torch.inference_mode(False), torch.set_grad_enabled(grads):
+    with _preserved_random(model), torch.inference_mode(False), torch.set_grad_enabled(grads), _torch.no_mkldnn():
         first = _Run(model, state, tree, tensors, loss, train, grads)
         with first.ready() as step:
             reached = first.rehearse(step)
+            if first.leaves_behind():
+                first.rehearse(step)
         second = _Run(model, state, tree, tensors, loss, train, grads)
         with second.ready() as step:
             graph = second.trace(step)
@@ -142,6 +144,10 @@ class _Run:
     rewritten: set[str] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
 
+    constants: refuse.Constants | None = None
+    left: Mapping[int, tuple[str, Tensor]] = field(default_factory=dict)
+    before: refuse.Attributes | None = None
+
     def __post_init__(self) -> None:
         self.mode = _torch.fake_mode()
         self.modules = Modules(self.model)
@@ -150,7 +156,7 @@ class _Run:
     @contextmanager
     def ready(self) -> Iterator[Step]:
         """Fakes, flags and hooks in place; whatever happens, the model's modules get back the very dicts' contents they had."""
-        with refuse.restored(self.model) as before:
+        with refuse.restored(self.model):
             self._swap()
             if not self.train:
                 self.model.eval()
@@ -163,7 +169,6 @@ class _Run:
                 raise
             except Exception as error:
                 raise refuse.explain(error, self.modules.failed or "") from error
-            self.rewritten |= refuse.check_python_state(self.model, before)
 
     def _swap(self) -> None:
         fakes: dict[str, Tensor] = {}
@@ -187,13 +192,18 @@ class _Run:
                         table[key] = fakes[stem + key]
 
     def forward(self, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        before = self.before = refuse.Attributes(self.model)
         held = {(module, key): t for module in self.model.modules() for key, t in vars(module)["_buffers"].items()}
         self.modules.stack.clear()
         batch = self.batch.fill(leaves)
-        with SourceMode(self.modules, self._check_arguments):
+        with SourceMode(self.modules, self._check_arguments, self.constants.after if self.constants else None):
             output = self.batch.call(self.model, batch)
             loss = find_loss(self.model, output, batch, self.loss, self.grads)
         self._write_back(held)
+        refuse.check_python_state(before)
+        if self.constants is None:
+            # The trace runs the forward more than once; each run must find the model as the first one did.
+            before.restore()
         self.output, tensors = take_output(output)
         self.has_loss = loss is not None
         # Clones: an output that is a view of another value, or an input, would make the trace return bases and views.
@@ -221,12 +231,26 @@ class _Run:
             table[key] = old
 
     def _check_arguments(self, tree: Any, where: Any) -> None:
-        refuse.check_arguments(tree, where, self.mode)
+        refuse.check_arguments(tree, where)
+        if self.left:
+            refuse.check_left_behind(tree, where, self.left)
+
+    def leaves_behind(self) -> bool:
+        """Whether the forward stored values of this step in the model's attributes. They may not be read by the next one."""
+        assert self.before is not None and self.constants is not None
+        self.left = refuse.left_behind(self.before, self.constants)
+        return bool(self.left)
 
     def rehearse(self, step: Step) -> frozenset[str]:
         """Run eagerly on fakes. Finds what can't be captured early, with the user's line, and which parameters autograd reaches."""
+        self.constants = refuse.Constants()
+        for module in self.model.modules():
+            for buffer in vars(module)["_buffers"].values():
+                if buffer is not None:
+                    self.constants.add(buffer)
         with self.mode:
-            results = step(*self.leaves)
+            # Leaves of its own: a batch that the model keeps a reference to isn't read again by reading the next one.
+            results = step(*(_torch.fake_like(self.mode, t) for t in self.tensors))
         if not self.grads:
             return frozenset()
         if not results[0].requires_grad:
@@ -248,6 +272,7 @@ def _describe(value: Any) -> str:
 def find_loss(model: nn.Module, output: Any, batch: Any, loss: Loss | None, needed: bool = True) -> Tensor | None:
     """The scalar loss of an output; None where there is none and none is needed."""
     name = type(model).__name__
+    value: Any
     if loss is not None:
         value, source = loss(output, batch), "loss(output, batch)"
     elif isinstance(output, Tensor):
@@ -257,18 +282,18 @@ def find_loss(model: nn.Module, output: Any, batch: Any, loss: Loss | None, need
     else:
         named = isinstance(output, Mapping) and "loss" in output
         has = named or hasattr(output, "loss")
-        value = output["loss"] if named else getattr(output, "loss", None)
+        value = output["loss"] if isinstance(output, Mapping) and named else getattr(output, "loss", None)
         source = f"the loss in the output of {name}"
         if value is None:
             if not needed:
                 return None
             raise InputError(
                 f"{name} returns no loss", where=name,
-                why="the loss in its output is None: were labels passed?" if has else f"it returns {_shape_of(output)}, without a loss in it",
+                why="the loss in its output is None: were labels passed?" if has else f"it returns {_kind(output)}, without a loss in it",
                 hint="pass labels in the batch" if has else "pass loss=lambda output, batch: ...",
             )  # fmt: skip
     if not isinstance(value, Tensor):
-        raise InputError(f"{source} is {_shape_of(value)}, not a tensor", where=name, hint="return a scalar tensor")
+        raise InputError(f"{source} is {_kind(value)}, not a tensor", where=name, hint="return a scalar tensor")
     if not value.is_floating_point():
         raise InputError(f"{source} has dtype {value.dtype}", where=name, why="only a floating-point loss has gradients")
     if value.dim() and tuple(value.shape) != (1,):
@@ -279,7 +304,7 @@ def find_loss(model: nn.Module, output: Any, batch: Any, loss: Loss | None, need
     return value.reshape(()) if value.dim() else value
 
 
-def _shape_of(value: Any) -> str:
+def _kind(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

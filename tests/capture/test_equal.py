@@ -109,6 +109,7 @@ def test_loss_in_a_dict_and_outputs_that_carry_no_gradient() -> None:
     assert outputs["y"] == outputs["same"] and outputs["in"] == next(program.inputs_of("batch")).name
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "old_weight_norm", "shared"])
 def test_parametrized(kind: str) -> None:
     lin = nn.Linear(4, 4).double()
@@ -288,7 +289,8 @@ def huggingface(name: str, dropout: float = 0.0) -> nn.Module:
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     if name == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **ends
+            vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **ends,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
@@ -301,7 +303,9 @@ def huggingface(name: str, dropout: float = 0.0) -> nn.Module:
 @pytest.mark.parametrize("mask", [False, True])
 def test_hugging_face(name: str, mask: bool) -> None:
     ids = toys.integers(50, 2, 8)
-    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": (toys.integers(4, 2, 8) > 0).long().index_fill(1, torch.tensor(0), 1)} if mask else {})
+    batch = {"input_ids": ids, "labels": ids}
+    if mask:
+        batch["attention_mask"] = (toys.integers(4, 2, 8) > 0).long().index_fill(1, torch.tensor(0), 1)
     model = huggingface(name).double()
     program = check(model, batch)
     assert {"loss", "logits"} <= {o.path for o in program.outputs_of("output")}

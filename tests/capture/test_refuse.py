@@ -80,6 +80,17 @@ def recurrent(m: Any, x: Tensor) -> Tensor:
     return y.mean()
 
 
+def memory(m: Any, x: Tensor) -> Tensor:
+    y = m.lin(x) if m.last is None else m.lin(x) + m.last
+    m.last = y.detach()
+    return y.mean()
+
+
+def history(m: Any, x: Tensor) -> Tensor:
+    m.seen.append(m.lin(x).detach())
+    return m.lin(x).mean() + torch.stack(m.seen).mean()
+
+
 def hidden_parameter(m: Any, x: Tensor) -> Tensor:
     return (m.lin(x) * m.listed[0]).mean()
 
@@ -123,6 +134,8 @@ LINES = [
     (counting, CaptureError, "The model changes its attribute calls in its forward, from 0 to 1", ""),
     (python_random, CaptureError, "The model draws from random in its forward", ""),
     (recurrent, CaptureError, "The model reads its tensor attribute state and replaces it", ""),
+    (memory, CaptureError, "The model reads what an earlier step left in its attribute last", "m.lin(x) + m.last"),
+    (history, CaptureError, "The model reads what an earlier step left in its attribute seen", "torch.stack(m.seen)"),
     (hidden_parameter, CaptureError, "The model uses a trainable tensor that isn't one of its parameters", "m.listed[0]"),
     (sparse, UnsupportedError, "sparse", ""),
     (buffer_with_gradient, CaptureError, "a buffer was overwritten by a value that depends on trainable parameters", ""),
@@ -136,7 +149,7 @@ LINES = [
 @pytest.mark.parametrize(("forward", "kind", "text", "line"), LINES, ids=[case[0].__name__ for case in LINES])
 def test_forward(forward: Callable[..., Any], kind: type[AutoparError], text: str, line: str) -> None:
     model = model_of(
-        forward, calls=0, state=torch.zeros(2), listed=[nn.Parameter(torch.ones(2))], generator=torch.Generator()
+        forward, calls=0, last=None, seen=[], state=torch.zeros(2), listed=[nn.Parameter(torch.ones(2))], generator=torch.Generator()
     )  # fmt: skip
     model.register_buffer("total", torch.zeros(()))
     model.lin.register_buffer("seen", torch.zeros(1))
@@ -230,3 +243,25 @@ def test_compiled_and_wrapped() -> None:
     model = torch.compile(model_of(mean), backend="eager")
     with pytest.raises(UnsupportedError, match="The model is wrapped in OptimizedModule"):
         capture(model, X)  # type: ignore[arg-type]
+
+
+def test_caches_and_records_are_no_state() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if m.cache is None:
+            m.cache = torch.arange(2.0) * m.factor
+        m.record = m.lin(x)
+        m.records.append(m.record)
+        return (m.record * m.cache).mean()
+
+    model = model_of(forward, cache=None, records=[])
+    model.register_buffer("factor", torch.ones(()))
+    program = capture(model, X)
+    assert "aten.arange.start" in {n.op for n in program.nodes} or "aten.arange.default" in {n.op for n in program.nodes}
+    assert model.cache is None and not model.records and not hasattr(model, "record")
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in CheckpointFunctionBackward")  # torch's own, on the way to the refusal
+def test_reentrant_checkpoint() -> None:
+    model = model_of(lambda m, x: torch.utils.checkpoint.checkpoint(m.lin, x * m.lin.weight[0], use_reentrant=True).mean())
+    with pytest.raises(UnsupportedError, match="use_reentrant=True"):
+        capture(model, X)
