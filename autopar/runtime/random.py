@@ -227,9 +227,7 @@ def _words(states: Sequence[Tensor], offset: int | Tensor, atoms: Sequence[tuple
     return found
 
 
-def _blocks(
-    states: Sequence[Tensor], offset: int, atoms: list[tuple[int, int]], block: int
-) -> Iterator[tuple[int, int, list[Tensor]]]:
+def _blocks(states: Sequence[Tensor], offset: int, atoms: list[tuple[int, int]], block: int) -> Iterator[tuple[int, int, list[Tensor]]]:
     """The words of a large piece in cache-sized parts: (first element, end, one int32 word tensor per state).
 
     The tensors are buffers that the next part overwrites. The inner atoms make a lattice that is the same in all parts, so
@@ -343,10 +341,12 @@ def _unit(dtype: torch.dtype) -> tuple[int, Callable[..., Tensor]]:
     """(lanes, words to numbers in [0, 1) of `dtype`): as many leading bits as the dtype holds, so a narrower dtype is the
     wider one rounded down and 1 is never reached."""
     if dtype == torch.float64:  # 53 bits: 32 of lane 0 and 21 of lane 1
+
         def wide(upper: Tensor, lower: Tensor) -> Tensor:
             high = upper.to(torch.int64) & 0xFFFFFFFF
             low = _shifted(lower, 11, 32).to(torch.int64)
             return ((high << 21) | low).to(torch.float64) * 2.0**-53
+
         return 2, wide
     bits = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype)
     if bits is None:
@@ -387,19 +387,23 @@ def _horner(coefficients: Sequence[int], x: Tensor) -> Tensor:
 def _gauss(radius_word: Tensor, angle_word: Tensor) -> Tensor:
     """float64 normal numbers of two words: Box and Muller's ``sqrt(-2 ln u) * sin(angle)``.
 
-    Logarithms and sines of different libraries and vector widths differ in the last bit, so both are integer polynomials;
-    what floats do here (one square root, one product) is rounded correctly everywhere. Error about 1e-9; largest magnitude
-    6.66, beyond which a normal number lies with probability 3e-11.
+    Logarithms, sines and even square roots of different libraries and vector widths differ in the last bit (torch 2.13's
+    own eager and compiled square roots do), so all are integers here; the one product of floats is rounded correctly
+    everywhere. Error below 3e-8 where the radius exceeds 1; largest magnitude 6.66, beyond which a normal number lies with
+    probability 3e-11.
     """
     u = ((radius_word.to(torch.int64) & 0xFFFFFFFF) + 1).to(torch.float64)  # 1 .. 2^32, exact: u / 2^32 is in (0, 1]
     bits = u.view(torch.int64)
     exponent = (bits >> 52) - 1023
     t = ((bits >> 21) & 0x7FFFFFFF) - (1 << 30)  # mantissa - 1.5, times 2^31
     log = (exponent - 32) * _LOG_2 + _horner(_LOG, t)
-    radius = (torch.clamp(log * -2, min=0).to(torch.float64) * 2.0**-32).sqrt()
+    square = torch.clamp(log * -2, min=0) << 24  # radius^2 * 2^56, below 2^62
+    radius = square.to(torch.float64).sqrt().to(torch.int64)  # the floor of the root, or one off
+    radius = radius - (radius * radius > square).to(torch.int64)
+    radius = radius + ((radius + 1) * (radius + 1) <= square).to(torch.int64)
     q = angle_word.to(torch.int64) & 0x7FFFFFFF  # the quarter wave holds all that the sine takes; the sign bit does the rest
     sine = ((q * _horner(_SINE, (q * q) >> 31)) >> 12).to(torch.float64) * 2.0**-50
-    return radius * torch.where(angle_word < 0, -sine, sine)
+    return radius.to(torch.float64) * 2.0**-28 * torch.where(angle_word < 0, -sine, sine)
 
 
 def normal(key: Tensor, site: int | Tensor, piece: Piece, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -473,7 +477,13 @@ def _native_dropout(x: Tensor, p: float, train: bool | None, *, key: Tensor, sit
 
 def _rand(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def make(
-        size: Sequence[int], *, key: Tensor, site: int | Tensor, piece: Piece | None = None, dtype: torch.dtype | None = None, **options: Any
+        size: Sequence[int],
+        *,
+        key: Tensor,
+        site: int | Tensor,
+        piece: Piece | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> Tensor:
         return _placed(draw(key, site, _like(size, piece), size, _float_dtype(dtype)), options)
 
@@ -489,7 +499,9 @@ def _rand_like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
-def _randint(low: int, high: int, size: Sequence[int], *, key: Tensor, site: int | Tensor, piece: Piece | None = None, **options: Any) -> Tensor:
+def _randint(
+    low: int, high: int, size: Sequence[int], *, key: Tensor, site: int | Tensor, piece: Piece | None = None, **options: Any
+) -> Tensor:
     return _placed(randint(key, site, _like(size, piece), size, low, high, options.get("dtype") or torch.int64), options)
 
 
@@ -497,11 +509,15 @@ def _randint_like(low: int, high: int, x: Tensor, **options: Any) -> Tensor:
     return _randint(low, high, x.shape, **{**options, "dtype": options.get("dtype") or x.dtype})
 
 
-def _uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, key: Tensor, site: int | Tensor, piece: Piece | None = None, **_: Any) -> Tensor:
+def _uniform(
+    x: Tensor, low: float = 0.0, high: float = 1.0, *, key: Tensor, site: int | Tensor, piece: Piece | None = None, **_: Any
+) -> Tensor:
     return uniform(key, site, _like(x.shape, piece), x.shape, x.dtype) * (high - low) + low
 
 
-def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0, *, key: Tensor, site: int | Tensor, piece: Piece | None = None, **_: Any) -> Tensor:
+def _normal(
+    x: Tensor, mean: float = 0.0, std: float = 1.0, *, key: Tensor, site: int | Tensor, piece: Piece | None = None, **_: Any
+) -> Tensor:
     return normal(key, site, _like(x.shape, piece), x.shape, x.dtype) * std + mean
 
 
@@ -547,29 +563,28 @@ _REFUSED: Final = (
     "rand.generator", "randn.generator", "randint.generator", "randint.low_generator",
 )  # fmt: skip
 
-REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {
-        "aten.native_dropout.default": _native_dropout,
-        "aten.bernoulli.default": _bernoulli,
-        "aten.bernoulli.p": _bernoulli_p,
-        "aten.bernoulli.Tensor": _bernoulli_tensor,
-        "aten.bernoulli_.float": _writing(_bernoulli_p),
-        "aten.bernoulli_.Tensor": _writing(_bernoulli_tensor),
-        "aten.rand.default": _rand(uniform),
-        "aten.randn.default": _rand(normal),
-        "aten.rand_like.default": _rand_like(uniform),
-        "aten.randn_like.default": _rand_like(normal),
-        "aten.randint.default": lambda high, size, **options: _randint(0, high, size, **options),
-        "aten.randint.low": _randint,
-        "aten.randint_like.default": lambda x, high, **options: _randint_like(0, high, x, **options),
-        "aten.randint_like.low_dtype": lambda x, low, high, **options: _randint_like(low, high, x, **options),
-        "aten.uniform.default": _uniform,
-        "aten.uniform_.default": _writing(_uniform),
-        "aten.normal_functional.default": _normal,
-        "aten.normal_.default": _writing(_normal),
-    }
-    | {f"aten.{name}": _refusing(name) for name in _REFUSED}
-)
+_FORMS: Final[dict[str, Callable[..., Any]]] = {
+    "aten.native_dropout.default": _native_dropout,
+    "aten.bernoulli.default": _bernoulli,
+    "aten.bernoulli.p": _bernoulli_p,
+    "aten.bernoulli.Tensor": _bernoulli_tensor,
+    "aten.bernoulli_.float": _writing(_bernoulli_p),
+    "aten.bernoulli_.Tensor": _writing(_bernoulli_tensor),
+    "aten.rand.default": _rand(uniform),
+    "aten.randn.default": _rand(normal),
+    "aten.rand_like.default": _rand_like(uniform),
+    "aten.randn_like.default": _rand_like(normal),
+    "aten.randint.default": lambda high, size, **options: _randint(0, high, size, **options),
+    "aten.randint.low": _randint,
+    "aten.randint_like.default": lambda x, high, **options: _randint_like(0, high, x, **options),
+    "aten.randint_like.low_dtype": lambda x, low, high, **options: _randint_like(low, high, x, **options),
+    "aten.uniform.default": _uniform,
+    "aten.uniform_.default": _writing(_uniform),
+    "aten.normal_functional.default": _normal,
+    "aten.normal_.default": _writing(_normal),
+}
+
+REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(_FORMS | {f"aten.{name}": _refusing(name) for name in _REFUSED})
 """``str(op overload)`` to a function of the op's own arguments and the keywords ``key``, ``site`` and ``piece`` (a Piece, by
 default the whole tensor) that gives what autopar gives. Ops whose name ends in ``_`` write into their first argument. An op
 that can't be split raises UnsupportedError by name. A random op that isn't here is unknown: refuse it."""
