@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autopar.codegen.render import assign, bracket, call, define, offset
+from autopar.codegen.render import Site, assign, bracket, call, define, offset
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Region, dtype_name
 
@@ -110,6 +110,8 @@ class _Emitter:
         """Statements of one region: segments between collectives, waits before first uses."""
         run: list[Node] = []
         pending: list[str] = []  # collectives started and not waited for
+        views: dict[str, list[Node]] = {}  # members of a bucket that is still being gathered
+        source: dict[str, str] = {}
 
         def flush() -> None:
             if run:
@@ -118,14 +120,25 @@ class _Emitter:
                 run.clear()
 
         def wait(reads: Iterable[str]) -> None:
-            for value in [v for v in pending if v in set(reads)]:
+            wanted = {source.get(r, r) for r in reads}
+            for value in [v for v in pending if v in wanted]:
                 pending.remove(value)
                 self.statements.append(_Statement(assign(value, f"{value}.wait", [], 4, self.comment(value)), [value], [value], region))
+                for node in views.pop(value, []):
+                    self.view(node, region)
 
         for node in nodes:
             if node.op == "autopar.accumulate":
                 flush()
                 self.accumulate(node)
+            elif node.op == "autopar.member":
+                (bucket,) = node.refs()
+                if bucket in pending:
+                    views.setdefault(bucket, []).append(node)
+                    source[node.outs[0]] = bucket
+                else:
+                    flush()
+                    self.view(node, region)
             elif node.op.startswith("comm."):
                 flush()
                 wait(node.refs())
@@ -134,7 +147,7 @@ class _Emitter:
             else:
                 if run and (layer_of(run[0]), run[0].phase) != (layer_of(node), node.phase):
                     flush()
-                if set(node.refs()) & set(pending):
+                if {source.get(r, r) for r in node.refs()} & set(pending):
                     flush()
                 run.append(node)
         flush()
@@ -145,6 +158,12 @@ class _Emitter:
         args = [value.name, _axes(axes), *(f'"{r}"' if isinstance(r, str) else str(r) for r in rest), f'site="{node.where.module}"']
         function = f"comm.{node.op.removeprefix('comm.')}"
         self.statements.append(_Statement(assign(node.outs[0], function, args, 4), [node.outs[0]], [value.name], region, node.outs[0]))
+
+    def view(self, node: Node, region: Region) -> None:
+        """A parameter as a view of its gathered bucket: the driver's, so that layers share their segments."""
+        function, args = call(node, lambda v: v, lambda v: offset(v) if isinstance(v, Offset) else str(v.value))
+        lines = assign(node.outs[0], function, args, 4, self.comment(node.outs[0]))
+        self.statements.append(_Statement(lines, [node.outs[0]], list(node.refs()), region))
 
     def accumulate(self, node: Node) -> None:
         """Adds this turn's share to a total: the last thing a turn does with the value."""
@@ -177,11 +196,11 @@ class _Emitter:
                 names[value] = _fresh(short, names.values()) if value in inside else short
             return names[value]
 
-        def lift(value: object) -> str:
+        def lift(value: Offset | Site) -> str:
             name = _fresh("start" if isinstance(value, Offset) else "site", names.values())
             names[name] = name
             params.append(name)
-            arguments.append(offset(value) if isinstance(value, Offset) else str(value))
+            arguments.append(offset(value) if isinstance(value, Offset) else str(value.value))
             return name
 
         body: list[str] = []
@@ -189,10 +208,8 @@ class _Emitter:
             shown = node
             if node.op in _SITES:
                 at = _SITES[node.op]
-                shown = node.with_args(*node.args[:at], _Site(node.args[at]), *node.args[at + 1 :])
+                shown = node.with_args(*node.args[:at], Site(node.args[at]), *node.args[at + 1 :])
             function, args = call(shown, local, lift)
-            if args is not None:
-                args = [lift(shown.args[_SITES[node.op]].value) if a.startswith("_Site(") else a for a in args]
             target = ", ".join(local(o) if o else "_" for o in node.outs)
             comment = "; ".join(self.comment(o) for o in node.outs[:1] if o)
             body += assign(target, function, args, 4, comment)
@@ -261,7 +278,7 @@ class _Emitter:
                 body += assign(i.name, "torch.ones", [str(kind.shape), f"dtype={kind.dtype}", "device=comm.device"], 4)
         for node in reversed(kept):
             extra = {"device": "comm.device"} if not node.refs() else {}
-            function, args = call(node, lambda v: v, lambda v: offset(v).replace('c["', 'comm.coords["'), extra)
+            function, args = call(node, lambda v: v, lambda v: offset(v).replace('c["', 'comm.coords["') if isinstance(v, Offset) else str(v.value), extra)
             body += assign(", ".join(o or "_" for o in node.outs), function, args, 4, self.comment(node.name))
         result = bracket("return (", shared, 4) if shared else ["    return ()"]
         return [*lines, *body, *result, "", ""]
@@ -332,13 +349,6 @@ class _Emitter:
                 if after:
                     lines += _delete(after, 4)
         return lines
-
-
-@dataclass(frozen=True)
-class _Site:
-    """Marks the number of a random call, which becomes a parameter of its segment."""
-
-    value: int
 
 
 def _axes(axes: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,23 @@ from autopar.ir.program import Node, Offset, Ref
 WIDTH = 140
 
 
+@dataclass(frozen=True)
+class Site:
+    """The number of a random call: it differs from layer to layer, so a segment takes it as a parameter."""
+
+    value: int
+
+
 def literal(value: Any, name: Callable[[str], str], lift: Callable[[Any], str] | None = None) -> str:
     """An argument as Python. ``lift`` turns numbers that depend on the rank into expressions."""
     if isinstance(value, Ref):
         return name(value.name)
+    if isinstance(value, (Offset, Site)) and lift is not None:
+        return lift(value)
     if isinstance(value, Offset):
-        return lift(value) if lift is not None else offset(value)
+        return offset(value)
+    if isinstance(value, Site):
+        return str(value.value)
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, tuple):

@@ -73,13 +73,18 @@ class _Inserter:
             return node
         out = next(o for o in node.outs if o)
         sizes, starts, strides = [], [], []
+        moved: Offset | None = None
         for dim, start, stride in zip(self.atoms.dims[out], node.args[at + 1], node.args[at + 2], strict=True):
-            if not dim and start != 0:
-                raise VerifyError(f"{node.op} starts inside a dim of size 1")
+            if not dim and start != 0:  # a microbatch of one row: its start counts along the last atom, in elements
+                moved = Offset(tuple((axis, s * stride) for axis, s in start.terms))
             for i, size in enumerate(dim):
                 sizes.append(size)
                 strides.append(stride * math.prod(dim[i + 1 :]))
                 starts.append(start if i == len(dim) - 1 else 0)
+        if moved is not None:
+            if not strides or strides[-1] != 1 or starts[-1] != 0:
+                raise VerifyError(f"{node.op} draws single rows of a tensor without further dims", where=str(node.where))
+            starts[-1] = moved
         args = (*node.args[:at], tuple(sizes), tuple(starts), tuple(strides), *node.args[at + 3 :])
         return replace(node, args=args)
 
@@ -103,7 +108,7 @@ class _Inserter:
                     target = target.with_placement(axis, placement, self.mesh)
         producer = next((n for n in reversed(self.program.nodes) if output.value in n.outs), None)
         at = producer or Node("", (), (), (), "forward", Where(output.path))
-        return replace(output, value=self.want(output.value, target, replace(at, region="post") if at.region == "body" and False else at))
+        return replace(output, value=self.want(output.value, target, at))
 
     def want(self, name: str, target: Sharding, at: Node) -> str:
         """The local value that holds a tensor in the wanted sharding, resharded on the way if it has to be."""
