@@ -249,6 +249,11 @@ def explain(error: Exception, module: str) -> AutoparError:
             "A region under torch.utils.checkpoint with use_reentrant=True", where=where, why="its backward calls .backward() itself",
             hint="use_reentrant=False",
         )  # fmt: skip
+    if type(error).__name__ == "UncapturedHigherOrderOpError":
+        return UnsupportedError(
+            "A control-flow operator (torch.cond, while_loop, map, scan)", where=where, why="the step is one graph of plain operations",
+            hint="torch.where, or a Python loop of fixed length",
+        )  # fmt: skip
     text = str(error).strip().splitlines()
     return CaptureError(
         f"The model raised {type(error).__name__} while it was captured: {text[0] if text else ''}", where=where,

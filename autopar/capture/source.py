@@ -127,10 +127,27 @@ class SourceMode(TorchFunctionMode):
         if func in _QUIET:
             return func(*args, **(kwargs or {}))
         where = place(sys._getframe(1), self.modules.current)
+        args, kwargs = _on_cpu(func, args, dict(kwargs or {}))
         if self.before is not None:
             self.before((args, kwargs), where)
+        if func in _MOVES:
+            func = Tensor.cpu
         with annotate({KEY: (where.module, where.file, where.line, where.code)}):
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         if self.after is not None:
             self.after(getattr(func, "__name__", ""), (args, kwargs), result)
         return result
+
+
+_MOVES = frozenset({Tensor.cuda, Tensor.xpu, Tensor.cpu})
+
+
+def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call without devices: a program has none, and the fakes it is traced with are on the CPU, whatever the model asks for."""
+    if func in _MOVES:
+        return args[:1], {}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    if func is Tensor.to and len(args) > 1 and isinstance(args[1], (str, int)):
+        args = (args[0], torch.device("cpu"), *args[2:])
+    return tuple(torch.device("cpu") if isinstance(a, torch.device) else a for a in args), kwargs

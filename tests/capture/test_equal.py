@@ -284,6 +284,19 @@ def test_the_model_is_left_as_it_was(fail: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(values, model.state_dict().values(), strict=True))
 
 
+def test_devices_in_the_forward_are_left_out() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            device = torch.device("cuda", 0)
+            y = super().forward(x.to(device, torch.float64)) * torch.arange(2, device=device).to("cuda")
+            with torch.device("cuda"):
+                y = y + torch.ones(2)
+            return y.cpu().to(device=device, dtype=torch.float32).mean()
+
+    program = capture(Model(4, 2).double(), torch.ones(3, 4))
+    toys.well_formed(program)
+
+
 def huggingface(name: str, dropout: float = 0.0) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="Hugging Face models need the test extra")
     ends = {"bos_token_id": 1, "eos_token_id": 2}
