@@ -31,6 +31,9 @@ OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum,
 #: formats too short to add many of without losing digits: their sums are kept in float32 and rounded once.
 _SHORT = (torch.bfloat16, torch.float16)
 
+#: seconds after its start in which a collective is left to the program's own wait.
+_HEAD_START = 0.001
+
 #: A message's tag is made of its group's number (a bit for each of the five axes; one more for exchanges), the round, and a count that
 #: starts again long after the messages that used it are gone. torch takes 31 bits.
 _EXCHANGE = 32
@@ -195,10 +198,10 @@ class Comm(ABC):
 
     # -- the collectives
 
-    def all_reduce(self, x: Tensor, axes: Sequence[str], op: str = "sum", *, site: str = "") -> Handle:
-        """The sum (``max``, ``min``) of the group's tensors, shape of ``x``."""
+    def all_reduce(self, x: Tensor, axes: Sequence[str], op: str = "sum", *, site: str = "", out: Tensor | None = None) -> Handle:
+        """The sum (``max``, ``min``) of the group's tensors, shape of ``x``. ``out`` may be ``x``."""
         self._check_op(x, op, "all_reduce", site)
-        return self._run("all_reduce", x, axes, site, op=op)
+        return self._run("all_reduce", x, axes, site, op=op, out=out)
 
     def all_gather(self, x: Tensor, axes: Sequence[str], dim: int = 0, *, site: str = "", out: Tensor | None = None) -> Handle:
         """The group's tensors joined along ``dim`` in group order. ``x`` may be its own place in ``out`` (dim 0)."""
@@ -307,38 +310,11 @@ def _leading(shape: Sequence[int], dim: int) -> bool:
     return all(size == 1 for size in shape[:dim])
 
 
-class _Progress:
-    """A thread that brings two-round collectives past their first round while the program computes.
-
-    torch can't ask a gloo message whether it has arrived (``is_completed`` stays False until waited for), so only a thread of its own can
-    start the second round early. It takes them in starting order; a ``wait`` does the step itself where the thread hasn't come to it,
-    so the thread never delays and never decides whether ranks block each other.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, args=(self._queue,), name="autopar-progress", daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
-
-    def add(self, step: Callable[[], None]) -> None:
-        self._queue.put(step)
-
-    @staticmethod
-    def _loop(steps: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        # results may be inference tensors, which can be written only in inference mode; nothing made here outlives the step
-        with torch.inference_mode():
-            while (step := steps.get()) is not None:
-                try:
-                    step()
-                except CommError:
-                    pass  # kept by the collective, raised by its wait
-                del step
-
-
 class _Once:
-    """A step that either of two threads may do, once; a failure is raised to everyone who asks."""
+    """A step that either of two threads may do, once; a failure is raised to everyone who asks. ``claimed``: a wait is about to do it."""
 
     def __init__(self, step: Callable[[], None]) -> None:
+        self.claimed = False
         self._step: Callable[[], None] | None = step
         self._error: CommError | None = None
         self._lock = threading.Lock()
@@ -355,6 +331,38 @@ class _Once:
                     raise
                 finally:
                     self._step = None
+
+
+class _Progress:
+    """A thread that brings two-round collectives past their first round while the program computes.
+
+    torch can't ask a gloo message whether it has arrived (``is_completed`` stays False until waited for), so only a thread of its own can
+    start the second round early. It takes them in starting order; a ``wait`` does the step itself where the thread hasn't come to it,
+    so the thread never delays and never decides whether ranks block each other.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[float, _Once] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, args=(self._queue,), name="autopar-progress", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def add(self, step: _Once) -> None:
+        # a program that waits at once is faster alone than with a second thread that wakes for the same messages
+        self._queue.put((time.monotonic() + _HEAD_START, step))
+
+    @staticmethod
+    def _loop(steps: queue.SimpleQueue[tuple[float, _Once] | None]) -> None:
+        # results may be inference tensors, which can be written only in inference mode; nothing made here outlives the step
+        with torch.inference_mode():
+            while (item := steps.get()) is not None:
+                due, step = item
+                time.sleep(max(0.0, due - time.monotonic()))
+                try:
+                    if not step.claimed:
+                        step()
+                except CommError:
+                    pass  # kept by the step, raised to the one who waits
+                del item, step
 
 
 #: messages under way: the torch handle and the mesh rank at the other end.
@@ -614,6 +622,7 @@ class DistComm(Comm):
         pieces = [x.narrow(0, start, size) for start, size in spans]
         places = [flat.narrow(0, start, size) for start, size in spans]
         parts = [torch.empty_like(pieces[index]) for _ in range(n)]
+        # out may be x: the second round brings piece i only from the rank that has received, and summed, this rank's piece i
         first = self._exchange_round(call, tag, pieces, parts)
         parts[index] = pieces[index]
         second: _Works = []
@@ -630,6 +639,7 @@ class DistComm(Comm):
         self._progress.add(once)
 
         def finish() -> Tensor:
+            once.claimed = True
             once()
             self._finish_round(call, second)
             return out

@@ -102,6 +102,9 @@ def aliasing_and_laziness() -> None:
     own = x[comm.rank : comm.rank + 1]
     comm.reduce_scatter(x, ("dp", "tp"), out=own).wait()
     assert own.item() == 4 * comm.rank + 6
+    for size in (4, 5000):
+        x = torch.full((size,), comm.rank + 1.0)
+        assert comm.all_reduce(x, ("dp", "tp"), out=x).wait() is x and x.unique().tolist() == [10.0]
     with torch.inference_mode():  # the helper thread writes results made in this mode
         assert comm.all_reduce(torch.ones(5000), ("dp",)).wait().sum() == 10000
     assert comm.exchange(comm.rank) == [0, 1, 2, 3]

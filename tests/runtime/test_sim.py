@@ -50,6 +50,8 @@ def test_out_is_used_and_may_alias() -> None:
         assert whole[:, 0].tolist() == [1, 1, 2, 2]
         assert comm.reduce_scatter(whole, ("tp",), out=mine).wait() is mine
         assert mine.tolist() == [[2.0 * (comm.rank + 1)] * 3] * 2
+        assert comm.all_reduce(mine, ("tp",), out=mine).wait() is mine
+        assert mine.tolist() == [[6.0] * 3] * 2
         fresh = torch.empty(4, 3)
         handle = comm.all_gather(mine, ("tp",), out=fresh)
         assert fresh.isnan().all()  # a program that reads too early can't miss it
