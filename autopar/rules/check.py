@@ -150,6 +150,8 @@ def parse_sample(op: str, text: str, seed: int = 0) -> tuple[Node, dict[str, Ten
 def function(op: str) -> Callable[..., Any]:
     """The function that an op's name stands for."""
     namespace, _, name = op.partition(".")
+    if op == "autopar.accumulate":  # its running total is the emitter's business, not an operand
+        return lambda x, combine: ops.accumulate(None, x, combine)
     return getattr(ops, name) if namespace == "autopar" else resolve(op)
 
 
@@ -216,7 +218,7 @@ def _same(got: Tensor, want: Tensor, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """A bound sample: everything that doesn't depend on the claim."""
 
     rule: Rule
@@ -224,6 +226,7 @@ class _Case:
     node: Node
     values: Mapping[str, Tensor]
     whole: tuple[Tensor | None, ...]
+    types: Mapping[str, TensorType]
     row: Row
 
     @property
@@ -239,17 +242,18 @@ class _Case:
         )
 
 
-def _bind(rule: Rule, sample: str, seed: int) -> _Case:
+def bind_sample(rule: Rule, sample: str, seed: int = 0) -> Case:
+    """Runs an op on a sample and binds its row. Raises RuleError where the row doesn't fit."""
     node, values = parse_sample(rule.op, sample, seed)
     whole = run(node, values)
     outs = tuple(f"y{k}" if t is not None else "" for k, t in enumerate(whole))
     node = replace(node, outs=outs)
     types = {n: TensorType(t.dtype, tuple(t.shape)) for n, t in values.items()}
     types |= {n: TensorType(t.dtype, tuple(t.shape)) for n, t in zip(outs, whole, strict=True) if t is not None}
-    return _Case(rule, sample, node, values, whole, rule.bind(node, types))
+    return Case(rule, sample, node, values, whole, types, rule.bind(node, types))
 
 
-def _try(case: _Case, dims: Sequence[Dims], mesh: Mesh, chosen: Sequence[Strategy], seed: int) -> None:
+def _try(case: Case, dims: Sequence[Dims], mesh: Mesh, chosen: Sequence[Strategy], seed: int) -> None:
     """Runs a case with one strategy an axis on every rank. Raises _Refuted where it doesn't give what the whole op gives."""
     n = len(case.row.inputs)
     shardings = []
@@ -330,7 +334,7 @@ def _refinements(size: int) -> Iterator[tuple[int, int]]:
     return ((size // w, w) for w in _ways(size) if size > w)
 
 
-def _claims(case: _Case) -> Iterator[tuple[str, tuple[Dims, ...], Mesh, tuple[Strategy, ...]]]:
+def _claims(case: Case) -> Iterator[tuple[str, tuple[Dims, ...], Mesh, tuple[Strategy, ...]]]:
     """Everything that the row allows: on one axis, on the minor atom of every factor, and pairs on two axes."""
     row = case.row
     for ways in (2, 3):
@@ -345,7 +349,7 @@ def _claims(case: _Case) -> Iterator[tuple[str, tuple[Dims, ...], Mesh, tuple[St
     yield from _pairs(case)
 
 
-def _pairs(case: _Case) -> Iterator[tuple[str, tuple[Dims, ...], Mesh, tuple[Strategy, ...]]]:
+def _pairs(case: Case) -> Iterator[tuple[str, tuple[Dims, ...], Mesh, tuple[Strategy, ...]]]:
     mesh = Mesh(dp=2, tp=2)
     single = strategies(case.row, case.dims, 2)
     pairs = [p for p in itertools.product(single, single) if REPLICATED not in (_shape_of(p[0]), _shape_of(p[1]))]
@@ -371,25 +375,30 @@ def _shape_of(strategy: Strategy) -> str:
     return REPLICATED if all(p == REPLICATE for p in (*strategy.inputs, *strategy.outputs)) else ""
 
 
-def _untried(case: _Case) -> Iterator[tuple[str, tuple[Strategy, ...], int]]:
+def _untried(case: Case) -> Iterator[tuple[str, tuple[Strategy, ...], int]]:
     """Everything near the row that it doesn't allow: (claim, strategies any of which would show timidity, ways)."""
     row = case.row
     n = len(row.inputs)
     for factor in row.factors():
         if row.kind(factor) != "whole":
             continue
-        for kind in ("plain", "sum", "max", "min"):
+        seen: list[Strategy] = []
+        for kind in ("plain", "sum", "max", "min", "offset", "offset-sum"):
             bold = replace(row, kinds={**row.kinds, factor: kind}, linear=(), moves=False)
-            for ways in _ways(row.sizes[factor]):
-                found = tuple(s for s in strategies(bold, case.dims, ways) if s.factor == factor)
+            for ways in itertools.islice(_ways(row.sizes[factor]), 1):
+                found = tuple(s for s in strategies(bold, case.dims, ways) if s.factor == factor and s not in seen)
+                seen += found
                 if found:
                     yield f"{factor} is whole and could be {kind}", found, ways
-                break
     operands = [case.values[r] for r in case.node.refs()]
     numbers = [k for k, x in enumerate(operands) if x.dtype != torch.bool]
     floats = [k for k, x in enumerate(operands) if x.dtype.is_floating_point]
-    for group in dict.fromkeys([*(frozenset({k}) for k in numbers), frozenset(floats)]):
-        if group and group not in row.linear:
+    if case.rule.timid_ok:
+        return
+    sets = [*(frozenset(c) for size in (1, 2) for c in itertools.combinations(numbers, size)), frozenset(floats)]
+    for group in dict.fromkeys(sets):
+        # more than a set that is linear by itself adds only operands that don't matter
+        if group and not any(known <= group for known in row.linear):
             inputs = tuple(PARTIAL_SUM if k in group else REPLICATE for k in range(n))
             yield f"linear in {sorted(group)}", (Strategy(inputs, (PARTIAL_SUM,) * len(row.outputs)),), 2
 
@@ -400,7 +409,7 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
     Args:
         rule: the rule, of the table or a user's own.
         samples: others than the rule's.
-        timid: also look for what the row forbids without need. Rules with ``timid_ok`` say why they do, and aren't asked.
+        timid: also look for what the row forbids without need.
         first: stop at the first fault.
     """
     wrong: list[Finding] = []
@@ -408,7 +417,7 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
     tried = 0
     for sample in rule.samples if samples is None else samples:
         try:
-            case = _bind(rule, sample, 0)
+            case = bind_sample(rule, sample, 0)
         except (AutoparError, RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:
             wrong.append(Finding(rule.op, sample, "the row fits", str(error).splitlines()[0] if str(error) else type(error).__name__))
             if first:
@@ -426,7 +435,7 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
                 wrong.append(Finding(rule.op, sample, claim, why))
                 if first:
                     return Report(tuple(wrong), tuple(shy), tried)
-        if not timid or rule.timid_ok:
+        if not timid:
             continue
         again = None
         for claim, candidates, ways in _untried(case):
@@ -435,7 +444,7 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
                 if _why_not(case, case.dims, Mesh(tp=ways), (candidate,)):
                     continue
                 # once may be chance (a mask that happens to be all true): other values must agree
-                again = again or [_bind(rule, sample, seed) for seed in (1, 2)]
+                again = again or [bind_sample(rule, sample, seed) for seed in (1, 2)]
                 if not any(_why_not(c, c.dims, Mesh(tp=ways), (candidate,)) for c in again):
                     shy.append(Finding(rule.op, sample, claim, "it holds on all values tried"))
                     if first:
@@ -444,7 +453,7 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
     return Report(tuple(wrong), tuple(shy), tried)
 
 
-def _why_not(case: _Case, dims: tuple[Dims, ...], mesh: Mesh, chosen: tuple[Strategy, ...]) -> str:
+def _why_not(case: Case, dims: tuple[Dims, ...], mesh: Mesh, chosen: tuple[Strategy, ...]) -> str:
     """Why a claim doesn't hold; "" if it does."""
     try:
         _try(case, dims, mesh, chosen, seed=zlib.crc32(case.sample.encode()))

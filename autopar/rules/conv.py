@@ -51,6 +51,11 @@ def _convolution_backward(node: Node, types: Types) -> str:
     return f"{y}, {x}, {w} -> {x}, {w}, o ~c ; {', '.join(kinds)}"
 
 
+def _convolution_backward_linear(node: Node, types: Types) -> str:
+    """The gradient of the input takes the weight, that of the weight the input; that of the bias neither."""
+    return "0" if node.args[10][2] else "0 | 1 2"
+
+
 def _convolution_backward_local(node: Node, local: Local) -> Node:
     if node.args[3] is None:
         return node
@@ -77,24 +82,24 @@ def _pool_backward(node: Node, types: Types) -> str:
 
 RULES = (
     Rule("aten.convolution.default", _convolution, _convolution_linear, contraction=True, samples=(
-        "f[4, 6, 4, 4], f[2, 6, 2, 2], None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1",
-        "f[4, 6, 4, 4], f[2, 6, 2, 2], f[2], (2, 2), (0, 0), (1, 1), False, (0, 0), 1",
+        "f[4, 6, 4, 8], f[2, 6, 2, 2], None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1",
+        "f[4, 6, 4, 8], f[2, 6, 2, 2], f[2], (2, 2), (0, 0), (1, 1), False, (0, 0), 1",
         "f[4, 6, 5], f[6, 2, 3], f[6], (1,), (1,), (1,), False, (0,), 3",
-        "f[4, 6, 4, 4], f[6, 2, 2, 2], None, (2, 2), (0, 0), (1, 1), True, (0, 0), 1",
+        "f[4, 6, 4, 8], f[6, 2, 2, 2], None, (2, 2), (0, 0), (1, 1), True, (0, 0), 1",
     )),
-    Rule("aten.convolution_backward.default", _convolution_backward, "0", local=_convolution_backward_local, contraction=True, samples=(
-        "f[4, 2, 3, 3], f[4, 6, 4, 4], f[2, 6, 2, 2], (2,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, True)",
-        "f[4, 2, 3, 3], f[4, 6, 4, 4], f[2, 6, 2, 2], None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, False)",
+    Rule("aten.convolution_backward.default", _convolution_backward, _convolution_backward_linear, local=_convolution_backward_local, contraction=True, samples=(
+        "f[4, 2, 3, 7], f[4, 6, 4, 8], f[2, 6, 2, 2], (2,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, True)",
+        "f[4, 2, 3, 7], f[4, 6, 4, 8], f[2, 6, 2, 2], None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, False)",
         "f[4, 6, 5], f[4, 6, 5], f[6, 2, 3], (6,), (1,), (1,), (1,), False, (0,), 3, (True, True, True)",
-        "f[4, 2, 8, 8], f[4, 6, 4, 4], f[6, 2, 2, 2], None, (2, 2), (0, 0), (1, 1), True, (0, 0), 1, (True, True, False)",
+        "f[4, 2, 8, 16], f[4, 6, 4, 8], f[6, 2, 2, 2], None, (2, 2), (0, 0), (1, 1), True, (0, 0), 1, (True, True, False)",
     )),
-    Rule("aten.max_pool2d_with_indices.default", _pool, samples=("f[4, 6, 4, 4], (2, 2), (2, 2)",)),
-    Rule("aten.max_pool2d_with_indices_backward.default", _pool_backward, "0 | 0 1",
-         samples=("f[4, 6, 2, 2], f[4, 6, 4, 4], (2, 2), (2, 2), (0, 0), (1, 1), False, i16[4, 6, 2, 2]",)),
-    Rule("aten.avg_pool2d.default", _pool, "0", samples=("f[4, 6, 4, 4], (2, 2), (2, 2)",)),
-    Rule("aten.avg_pool2d_backward.default", _pool_backward, "0 | 0 1",
-         samples=("f[4, 6, 2, 2], f[4, 6, 4, 4], (2, 2), (2, 2), (0, 0), False, True, None",)),
-    Rule("aten._adaptive_avg_pool2d.default", _pool, "0", samples=("f[4, 6, 4, 4], (2, 2)",)),
-    Rule("aten._adaptive_avg_pool2d_backward.default", _pool_backward, "0 | 0 1", samples=("f[4, 6, 2, 2], f[4, 6, 4, 4]",)),
-    Rule("aten.adaptive_max_pool2d.default", _pool, samples=("f[4, 6, 4, 4], (2, 2)",)),
+    Rule("aten.max_pool2d_with_indices.default", _pool, samples=("f[4, 6, 4, 8], (2, 2), (2, 2)",)),
+    Rule("aten.max_pool2d_with_indices_backward.default", _pool_backward, "0",
+         samples=("f[4, 6, 2, 4], f[4, 6, 4, 8], (2, 2), (2, 2), (0, 0), (1, 1), False, i32[4, 6, 2, 4]",)),
+    Rule("aten.avg_pool2d.default", _pool, "0", samples=("f[4, 6, 4, 8], (2, 2), (2, 2)",)),
+    Rule("aten.avg_pool2d_backward.default", _pool_backward, "0",
+         samples=("f[4, 6, 2, 4], f[4, 6, 4, 8], (2, 2), (2, 2), (0, 0), False, True, None",)),
+    Rule("aten._adaptive_avg_pool2d.default", _pool, "0", samples=("f[4, 6, 4, 8], (2, 4)",)),
+    Rule("aten._adaptive_avg_pool2d_backward.default", _pool_backward, "0", samples=("f[4, 6, 2, 4], f[4, 6, 4, 8]",)),
+    Rule("aten.adaptive_max_pool2d.default", _pool, samples=("f[4, 6, 4, 8], (2, 4)",)),
 )  # fmt: skip

@@ -81,9 +81,9 @@ RULES = (
         "f[4, 2, 6], f[4, 2, 6], (2, 6), f[4, 1, 1], pos[4, 1, 1], None, None, (True, False, False)",
     )),
     Rule("aten.native_group_norm.default", _group_norm, local=_group_norm_local,
-         samples=("f[4, 6, 2, 2], f[6], f[6], 4, 6, 4, 2, 1e-5", "f[4, 6, 2, 2], None, None, 4, 6, 4, 3, 1e-5")),
+         samples=("f[4, 6, 2, 4], f[6], f[6], 4, 6, 8, 2, 1e-5", "f[4, 6, 2, 4], None, None, 4, 6, 8, 3, 1e-5")),
     Rule("aten.native_group_norm_backward.default", _group_norm_backward, "0", local=_group_norm_backward_local, contiguous=(0, 1, 2, 3), samples=(
-        "f[4, 6, 2, 2], f[4, 6, 2, 2], f[4, 2], pos[4, 2], f[6], 4, 6, 4, 2, (True, True, True)",
-        "f[4, 6, 2, 2], f[4, 6, 2, 2], f[4, 2], pos[4, 2], None, 4, 6, 4, 2, (True, False, False)",
+        "f[4, 6, 2, 4], f[4, 6, 2, 4], f[4, 2], pos[4, 2], f[6], 4, 6, 8, 2, (True, True, True)",
+        "f[4, 6, 2, 4], f[4, 6, 2, 4], f[4, 2], pos[4, 2], None, 4, 6, 8, 2, (True, False, False)",
     )),
 )  # fmt: skip

@@ -94,7 +94,7 @@ LINEAR = (
     ("masked_fill.Scalar", _masked_fill, ("f[4, 6], b[6], 0", "f[4, 6], b[6], 1.5")),
     ("masked_fill.Tensor", "0 2", ("f[4, 6], b[6], f[]",)),
     ("bitwise_left_shift.Tensor", "0", ("i9[4, 6], i9[6]",)),
-    ("copy.default", "1 | 0 1", ("f[4, 6], f[6]",)),
+    ("copy.default", "1", ("f[4, 6], f[6]",)),
     ("addcmul.default", "0 1 | 0 2", ("f[4, 6], f[6], f[4, 1], value=0.5",)),
     ("addcdiv.default", "0 1", ("f[4, 6], f[6], pos[4, 1], value=0.5",)),
     ("lerp.Scalar", "0 1", ("f[4, 6], f[4, 6], 0.3",)),

@@ -58,8 +58,6 @@ def _summing(node: Node, types: Types) -> str:
     return "" if source == torch.bool or (source.is_floating_point and not target.is_floating_point) else "0"
 
 
-_BOOLS = "a collective doesn't reduce bools"
-
 RULES = (
     Rule("aten.sum.default", reduction("sum", None, None), _summing, samples=("f[4, 6]", "b[4, 6]")),
     Rule("aten.sum.dim_IntList", reduction("sum"), _summing,
@@ -74,11 +72,12 @@ RULES = (
     Rule("aten.argmin.default", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True", "f[4, 6]")),
     Rule("aten.prod.default", reduction("whole", None, None), samples=("f[4, 6]",)),
     Rule("aten.prod.dim_int", reduction("whole"), samples=("f[4, 6], 1",)),
-    Rule("aten.any.default", reduction("whole", None, None), samples=("b[4, 6]",), timid_ok=_BOOLS),
-    Rule("aten.any.dim", reduction("whole"), samples=("b[4, 6], 1",), timid_ok=_BOOLS),
-    Rule("aten.any.dims", reduction("whole"), samples=("b[4, 6], (1,)",), timid_ok=_BOOLS),
-    Rule("aten.all.default", reduction("whole", None, None), samples=("b[4, 6]",), timid_ok=_BOOLS),
-    Rule("aten.all.dim", reduction("whole"), samples=("b[4, 6], 1",), timid_ok=_BOOLS),
+    # any is a max and all a min, but collectives don't combine bools
+    Rule("aten.any.default", reduction("whole", None, None), samples=("b[4, 6]",)),
+    Rule("aten.any.dim", reduction("whole"), samples=("b[4, 6], 1",)),
+    Rule("aten.any.dims", reduction("whole"), samples=("b[4, 6], (1,)",)),
+    Rule("aten.all.default", reduction("whole", None, None), samples=("b[4, 6]",)),
+    Rule("aten.all.dim", reduction("whole"), samples=("b[4, 6], 1",)),
     Rule("aten.count_nonzero.default", reduction("sum", 1, None), samples=("b[4, 6]",)),
     Rule("aten.count_nonzero.dim_IntList", reduction("sum", 1, None), samples=("b[4, 6], (1,)",)),
     Rule("aten.logsumexp.default", reduction("whole"), samples=("f[4, 6], (1,)",)),

@@ -198,5 +198,13 @@ def bind(
     elif linear:
         sets = tuple(frozenset(map(int, part.split())) for part in linear.split("|"))
     used = {f for t in bound for d in t for f in d}
+    held = {f for t in bound[n:] for d in t for f in d}
+    for f in sorted(used - held):
+        # with an output that nobody reads, the factor may stand there only
+        if kinds.get(f, "plain") in ("plain", "offset") and None not in outputs and any((k, f) not in invariant for k in range(len(outputs))):
+            raise RuleError(
+                f"row {text!r}: factor {f} is in no output and is {kinds.get(f, 'plain')}",
+                why="splitting it leaves something to combine", hint=f"say '{f}: sum' (or max, min), '{f}: whole', or '~{f}' in outputs without it",
+            )  # fmt: skip
     kinds = {f: k for f, k in kinds.items() if f in used}
     return Row(tuple(bound[:n]), tuple(bound[n:]), {f: sizes[f] for f in used}, kinds, invariant, sets, linear == "moves", soft, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from autopar.errors import RuleError
 from autopar.ir.program import Node, Offset, TensorType
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
-from autopar.rules.row import Row, bind
+from autopar.rules.row import Row, bind, parse
 
 Types = Mapping[str, TensorType]
 
@@ -74,7 +75,7 @@ class Rule:
         local: changes the node further when it runs on pieces.
         contraction: the op is a sum of products (2 flops for every point of the space of its factors).
         samples: argument lists as text, for the row's own test: ``f[4, 6], f[6, 8]`` (see ``rules.check``).
-        timid_ok: why the row promises less than the op can do, where it does.
+        timid_ok: why operands aren't said to be linear though the samples look so.
         contiguous: operands whose kernel reads raw memory, so their pieces must be contiguous.
     """
 
@@ -109,6 +110,46 @@ class Rule:
                 args[self.shape_arg] = local.out_shape()
             node = replace(node, args=tuple(args))
         return self.local(node, local) if self.local is not None else node
+
+
+def full_name(op: object) -> str:
+    """``ns::op``, ``ns::op.overload``, ``ns.op``, ``ns.op.overload`` or an overload of torch.ops as ``ns.op.overload``."""
+    parts = str(op).replace("::", ".").split(".")
+    if len(parts) not in (2, 3) or not all(p.isidentifier() for p in parts):
+        raise RuleError(f"{str(op)!r} is not the name of an op", hint="write it like 'mylib::rope' or 'aten.mm.default'")
+    return ".".join(parts if len(parts) == 3 else [*parts, "default"])
+
+
+def rule(
+    op: object,
+    row: str | Callable[[Node, Types], str],
+    linear: str | Callable[[Node, Types], str] = "",
+    *,
+    samples: Iterable[str] = (),
+    local: Callable[[Node, Local], Node] | None = None,
+    shape_arg: int | None = None,
+    contraction: bool = False,
+    timid_ok: str = "",
+) -> Rule:
+    """A rule of your own, for ``parallelize(..., rules=[...])``.
+
+    Args:
+        op: ``mylib::rope``, ``aten.mm.default``, or ``torch.ops.mylib.rope.default`` itself.
+        row: what the op does to its dims, as in ``m k, k n -> m n ; k: sum`` (grammar in ``autopar.rules.row``).
+        linear: operands that may be unreduced sums: ``0``, ``0 | 1`` (either), ``0 1`` (together), ``each``, ``all``, ``moves``.
+        samples: arguments to try the row on with ``autopar.rules.check.check``: ``f[4, 6], i6[4], 0.5``.
+        local, shape_arg, contraction, timid_ok: as in ``Rule``.
+
+    Raises:
+        RuleError: a name or row that isn't well formed.
+    """
+    if isinstance(row, str):
+        parse(row)
+    if isinstance(linear, str) and not re.fullmatch(r"|all|each|moves|[0-9 ]+(\|[0-9 ]+)*", linear):
+        raise RuleError(f"{linear!r} doesn't say which operands of {op} are linear", hint="'0', '0 | 1', '0 1', 'each', 'all' or 'moves'")
+    return Rule(
+        full_name(op), row, linear, shape_arg=shape_arg, local=local, contraction=contraction, samples=tuple(samples), timid_ok=timid_ok
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""Every row of the table against brute force, and the brute force against seeded faults."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from autopar.rules import DEFAULT, FAMILIES, Rule
+from autopar.rules.check import check
+from autopar.rules.docs import page
+from tests.rules.mutants import mutants
+
+#: faults that can't be seen because they are none: what they claim is true, or true for all finite numbers.
+NO_FAULTS = {
+    "aten.copy.default: linear in [0, 1]": "operand 0 gives only the shape",
+    "aten.max_pool2d_with_indices_backward.default: linear in [0, 1]": "operand 1 gives only the shape",
+    "aten.avg_pool2d_backward.default: linear in [0, 1]": "operand 1 gives only the shape",
+    "aten._adaptive_avg_pool2d_backward.default: linear in [0, 1]": "operand 1 gives only the shape",
+    "aten.native_layer_norm_backward.default: linear in [0, 5]": "no gradient depends on the bias",
+    "aten.new_zeros.default: e0 sums into an output that doesn't depend on it": "a sum of zeros is zero",
+    "aten.new_zeros.default: e1 sums into an output that doesn't depend on it": "a sum of zeros is zero",
+    "aten.convolution_backward.default: local dropped": "the op only asks whether there is a bias, not how long it is",
+    "aten.nan_to_num.default: linear in [0]": "true for finite numbers",
+    "aten.xlogy.Tensor: linear in [0]": "true for finite logarithms",
+}
+
+
+@pytest.mark.parametrize("op", sorted(DEFAULT.table))
+def test_row_holds(op: str) -> None:
+    rule = DEFAULT[op]
+    assert rule.samples, "a row without a sample isn't checked"
+    report = check(rule)
+    assert report.ok, str(report)
+
+
+def test_every_op_has_one_rule() -> None:
+    counts = Counter(rule.op for family in FAMILIES for rule in family.RULES)
+    assert [op for op, n in counts.items() if n > 1] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__.rpartition(".")[2])
+def test_seeded_faults_are_caught(family: object) -> None:
+    rules: tuple[Rule, ...] = family.RULES  # type: ignore[attr-defined]
+    missed = [str(m) for rule in rules for m in mutants(rule) if check(m.rule, first=True).ok]
+    assert [m for m in missed if m not in NO_FAULTS] == []
+
+
+def test_page_is_up_to_date() -> None:
+    path = Path(__file__).parents[2] / "docs" / "rules.md"
+    assert path.read_text() == page(), "run `python -m autopar.rules.docs > docs/rules.md`"
