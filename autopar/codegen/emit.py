@@ -78,7 +78,7 @@ class _Emitter:
         main = [n for i, n in enumerate(p.nodes) if i not in fixed]
         order: dict[Region, list[Node]] = {"pre": [], "body": [], "post": []}
         for node in main:
-            order[node.region].append(node)
+            order["body" if node.op == "autopar.accumulate" else node.region].append(node)
         finals = [o.value for o in p.outputs]
         for region, nodes in order.items():
             self.region(region, nodes, main, set(finals))

@@ -231,6 +231,25 @@ def _dropout_backward(b: Builder, n: Node) -> Any:
     return b.call("autopar.dropout", *n.args, types=(b.type(n.args[0]),))
 
 
+def _reduced(b: Builder, loss: Ref, reduction: int) -> Ref:
+    """A loss per element, its mean (1) or its sum (2)."""
+    if reduction == 0:
+        return loss
+    total = b.call("aten.sum.default", loss)
+    return b.call("aten.div.Tensor", total, max(b.type(loss).numel, 1)) if reduction == 1 else total
+
+
+def _mse(b: Builder, n: Node) -> Any:
+    delta = b.call("aten.sub.Tensor", n.args[0], n.args[1])
+    return _reduced(b, b.call("aten.mul.Tensor", delta, delta), n.arg(2, "reduction", 1))
+
+
+def _mse_backward(b: Builder, n: Node) -> Any:
+    grad, x, target, reduction = n.args
+    delta = b.call("aten.mul.Tensor", b.call("aten.sub.Tensor", x, target), 2.0 / max(b.type(x).numel, 1) if reduction == 1 else 2.0)
+    return b.call("aten.mul.Tensor", delta, grad)
+
+
 REWRITES: dict[str, Rewrite] = {
     "aten.detach.default": _same,
     "aten.alias.default": _same,
@@ -258,6 +277,8 @@ REWRITES: dict[str, Rewrite] = {
     "aten.nll_loss2d_forward.default": _nll,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.nll_loss2d_backward.default": _nll_backward,
+    "aten.mse_loss.default": _mse,
+    "aten.mse_loss_backward.default": _mse_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten.native_dropout_backward.default": _dropout_backward,
 }

@@ -45,7 +45,9 @@ class _Inserter:
             self.define(i.name, self.layout.inputs[i.name])
         for n, node in enumerate(self.program.nodes):
             operands, outputs = self.layout.nodes[n]
-            names = iter([self.want(r, s, node) for r, s in zip(node.refs(), operands, strict=True)])
+            # what a turn adds to a total is converted in the turn
+            at = replace(node, region="body") if node.op == "autopar.accumulate" else node
+            names = iter([self.want(r, s, at) for r, s in zip(node.refs(), operands, strict=True)])
             for out, sharding in zip(node.outs, outputs, strict=True):
                 if out:
                     self.define(out, sharding)

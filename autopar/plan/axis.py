@@ -129,6 +129,7 @@ def solve(problem: Problem) -> Choice:
             seconds = 0.0 if isinstance(first, str) or first in free else _work(problem, first, option, ways)
             if not isinstance(first, str):
                 seconds += problem.surcharge(first, program.nodes[first], option)
+                seconds *= _turns(program, program.nodes[first])
             column = model.binary(weight * seconds * 1e6)
             group.columns.append(column)
             for k, p in enumerate(option.outputs):
@@ -166,17 +167,17 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     objects: dict[int, _Group] = {}
     shape: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
-    def add(value: str, consumer: _Group, operand: int | str, phase: str) -> None:
+    def add(value: str, consumer: _Group, operand: int | str, phase: str, turns: int = 1) -> None:
         member, out = source[value]
         producer = group_of[member]
         objects[id(producer)], objects[id(consumer)] = producer, consumer
-        counts[id(producer), out, id(consumer), operand, phase] += 1
+        counts[id(producer), out, id(consumer), operand, phase] += turns
         sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
         shape[id(producer), out] = (math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize, value in params)
 
     for n, node in enumerate(program.nodes):
         for k, name in enumerate(node.refs()):
-            add(name, group_of[n], k, node.phase)
+            add(name, group_of[n], k, node.phase, _turns(program, node))
     for output in program.outputs:
         if output.kind == "grad":
             add(output.value, group_of[param_of_path[output.path]], "grad", "grad")
@@ -226,6 +227,11 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
 
 _SINK = _Group([])  # a value that must end replicated
 _ANY = _Group([])  # a value that may end as it is
+
+
+def _turns(program: Program, node: Node) -> int:
+    """How often a node runs in one step."""
+    return program.microbatches if node.region == "body" or node.op == "autopar.accumulate" else 1
 
 
 def _work(problem: Problem, n: int, option: Strategy, ways: int) -> float:
