@@ -53,6 +53,8 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
 def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> LocalProgram:
     """The program over buckets.
 
+    A program without gradients (evaluation) takes the buckets of the one that has them.
+
     ``zero`` 1: a rank's input is the part of each bucket that it owns, gathered before use, and its output the gradients of that part.
     ``zero`` 0: every rank holds whole buckets and gets whole gradients, each part of which its owner has summed.
     """
@@ -63,7 +65,8 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
     first_use = _first_use(program)
     here: dict[str, list[Node]] = {}  # nodes to be placed right after the value of this name
     head: list[tuple[int, list[Node]]] = []
-    inputs = [i for i in program.inputs if not (i.kind == "param" and i.path in grad_of)]
+    held = {m.path for b in buckets for m in b.members}
+    inputs = [i for i in program.inputs if not (i.kind == "param" and i.path in held)]
     outputs = [o for o in program.outputs if o.kind != "grad"]
     post = "post" if program.microbatches > 1 else "body"
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
@@ -76,9 +79,9 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
             return name
 
         owners = bucket.owners(mesh)
-        held = bucket.numel if zero == 0 else bucket.part(mesh)
+        size = bucket.numel if zero == 0 else bucket.part(mesh)
         inputs.append(Input(bucket.name, "bucket", bucket.name, trainable=True))
-        types[bucket.name] = TensorType(bucket.dtype, (held,))
+        types[bucket.name] = TensorType(bucket.dtype, (size,))
         nodes: list[Node] = []
         full = bucket.name
         region: Any = "pre" if program.microbatches > 1 else "body"
@@ -89,8 +92,11 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
             name = inputs_by_path[member.path].name
             add("autopar.member", (Ref(full), member.offset, member.shape), name, member.shape, nodes, "forward", region)
             uses.append(first_use.get(name, len(program.nodes)))
-        head.append((min(uses), nodes))
+        if min(uses) < len(program.nodes) or grad_of:
+            head.append((min(uses), nodes))
 
+        if not grad_of:
+            continue
         nodes = []
         packed = tuple(Ref(grad_of[m.path]) for m in bucket.members)
         flat = add("autopar.pack", (packed, bucket.numel), f"{bucket.name}_grad", (bucket.numel,), nodes, "backward", post)

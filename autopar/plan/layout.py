@@ -149,6 +149,7 @@ def choose(
     *,
     sequence: bool = False,
     pins: Mapping[str, str] | None = None,
+    held: Mapping[str, str] | None = None,
     device: Device = GENERIC,
 ) -> Layout:
     """Chooses the layout for the axes of a mesh.
@@ -156,6 +157,7 @@ def choose(
     Args:
         sequence: ``tp`` also shards the sequence of activations between the matrices.
         pins: parameter path globs to placements such as ``dim0@tp``; of two that match the later wins.
+        held: shardings of parameters by path, as text, that are to be kept exactly (a saved plan).
     """
     layout = replicated(program, atoms)
     params, batch = from_params(program, rules), from_batch(program)
@@ -165,7 +167,7 @@ def choose(
             continue
         if axis not in ("dp", "tp"):
             raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp and tp")
-        pinned = pin_placements(program, atoms, pins or {}, axis)
+        pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
         roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch)
         problem = Problem(
             program, atoms, rules, mesh, axis, device, layout.nodes, layout.inputs, roles.allowed, roles.input_choices, True, roles.surcharge
@@ -176,7 +178,22 @@ def choose(
     return Layout(layout.inputs, layout.nodes, layout.notes, seconds)
 
 
-def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis: str) -> dict[str, Placement]:
+def _held_placements(program: Program, atoms: Atoms, held: Mapping[str, str], axis: str) -> dict[str, Placement]:
+    out = {}
+    for i in program.inputs_of("param"):
+        if i.path not in held:
+            continue
+        kept = Sharding.parse(held[i.path])
+        if kept.shape != program.types[i.name].shape:
+            raise PlanError(f"the plan was made for parameter {i.path} of shape {kept.shape}, it has {program.types[i.name].shape}")
+        placement = kept.on(axis)
+        if placement.kind == "shard" and kept.dims != atoms.dims[i.name]:
+            raise PlanError(f"the plan cuts parameter {i.path} as {kept}, but the program's atoms are {atoms.dims[i.name]}")
+        out[i.name] = placement
+    return out
+
+
+def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis: str, size: int) -> dict[str, Placement]:
     """Placements on one axis that a user's pins ask for, by input name. Raises PlanError for pins that match nothing or can't hold."""
     out: dict[str, Placement] = {}
     for glob, text in pins.items():
@@ -198,11 +215,15 @@ def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis
             if dim >= len(dims):
                 raise PlanError(f"pin {glob!r}: parameter {i.path} has no dim {dim}")
             first = sum(len(d) for d in dims[:dim])
-            marked = [a for a in range(first, first + len(dims[dim])) if "feature" in atoms.marks[i.name][a]] or list(range(first, first + len(dims[dim])))
-            if not marked:
-                raise PlanError(f"pin {glob!r}: dim {dim} of parameter {i.path} has size 1")
-            # the chunks of a fused weight stay whole: the first atom that the axis can cut
-            out[i.name] = shard(max(marked, key=lambda a: (dims[dim][a - first] > 3, -a)))
+            able = [a for a in range(first, first + len(dims[dim])) if dims[dim][a - first] % size == 0]
+            if not able:
+                raise PlanError(
+                    f"pin {glob!r}: dim {dim} of parameter {i.path} is {dims[dim] or 1} and axis {axis!r} has {size} ranks",
+                    hint="pin a dim that the axis divides",
+                )
+            # of a fused dim (3 H D) the chunks stay whole where what is in them can be cut
+            chunked = len(dims[dim]) > 1 and dims[dim][0] < dims[dim][1]
+            out[i.name] = shard(able[1] if chunked and len(able) > 1 and able[0] == first else able[0])
     return out
 
 

@@ -1,0 +1,1 @@
+"""What generated code imports. Never the compiler."""

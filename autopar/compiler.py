@@ -1,0 +1,121 @@
+"""The way of the data, from a captured program to an emitted module. The order of everything is on this screen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.codegen.emit import Module, emit
+from autopar.cost.device import GENERIC, Device
+from autopar.ir.local import LocalProgram
+from autopar.ir.program import Program
+from autopar.layout.bucket import Bucket
+from autopar.layout.mesh import Mesh
+from autopar.layout.sharding import Sharding
+from autopar.passes.buckets import CAP, bucketize, make_buckets
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.check import check_local, check_program
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.lift import lift
+from autopar.passes.microbatch import split_microbatches
+from autopar.plan.layout import Layout, choose, random_layout
+from autopar.plan.plan import Plan
+from autopar.rules import Rules
+from autopar.rules.atoms import Atoms, analyse
+from autopar.runtime.executor import Spec
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Every stage of one compilation, for running and for looking at.
+
+    Attributes:
+        program: canonical, whole batch.
+        split: the same with the loop over microbatches.
+        local: with collectives, over parameters; gradients by parameter.
+        final: over buckets: what is emitted.
+    """
+
+    program: Program
+    split: Program
+    atoms: Atoms
+    layout: Layout
+    local: LocalProgram
+    final: LocalProgram
+    module: Module
+    spec: Spec
+
+
+def compile_program(
+    captured: Program,
+    mesh: Mesh,
+    plan: Plan,
+    rules: Rules,
+    batch_dims: Mapping[str, int | None],
+    *,
+    groups: Mapping[str, int] | None = None,
+    like: Compiled | None = None,
+    precision: str | None = None,
+    device: Device = GENERIC,
+    compiled_segments: bool = False,
+    draw: random.Random | None = None,
+    title: str = "",
+) -> Compiled:
+    """Compiles a captured program for a mesh.
+
+    Args:
+        batch_dims: which dim of a batch input counts samples, by input name.
+        groups: the optimizer's parameter group of every path.
+        like: an earlier compilation whose parameters stay where they are and whose buckets are kept (another shape, or evaluation).
+        draw: draw a random legal layout instead of choosing one: for tests.
+    """
+    program = canonicalize(lift(captured, precision))
+    check_program(program)
+    count = plan.microbatches or 1
+    split = split_microbatches(program, rules, batch_dims, count)
+    check_program(split)
+    atoms = analyse(split, rules, batch_dims, count)
+    if draw is not None:
+        layout = random_layout(split, atoms, rules, mesh, draw)
+    else:
+        held = plan.parameters if like is None else {**{p: str(s) for p, s in _shardings(like).items()}}
+        layout = choose(split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device)
+    local = insert_collectives(split, atoms, layout, mesh, rules)
+    check_local(local)
+    trained = any(True for _ in split.outputs_of("grad"))
+    buckets: tuple[Bucket, ...]
+    if like is None:
+        buckets = make_buckets(local, groups or {}, plan.buckets or CAP)
+    else:
+        buckets = _same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
+    zero = 1 if plan.zero is None else plan.zero
+    final = bucketize(local, buckets, zero)
+    check_local(final)
+    module = emit(final, title)
+    return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero))
+
+
+def _shardings(compiled: Compiled) -> dict[str, Sharding]:
+    return {i.path: compiled.local.shardings[i.name] for i in compiled.local.inputs_of("param")}
+
+
+def _same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Bucket, ...]:
+    """The buckets of an earlier compilation, for a program whose gradients may be partial over other axes."""
+    made = {m.path: b for b in make_buckets(local, {}, 1) for m in b.members}
+    out = []
+    for bucket in buckets:
+        partial = {made[m.path].partial for m in bucket.members if m.path in made}
+        assert len(partial) == 1, f"gradients of {bucket.name} are partial over different axes: {partial}"
+        out.append(replace(bucket, partial=partial.pop()))
+    return tuple(out)
+
+
+def _spec(final: LocalProgram, local: LocalProgram, module: Module, buckets: tuple[Bucket, ...], zero: int) -> Spec:
+    def table(kind: str) -> dict[str, tuple]:  # type: ignore[type-arg]
+        return {i.path: (local.types[i.name].dtype, local.shardings[i.name]) for i in final.inputs_of(kind)}
+
+    return Spec(
+        final.mesh, table("param"), table("buffer"), table("batch"), buckets, module.consts, module.new_buffers, module.outputs,
+        module.axes, zero, final.microbatches,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Plan: everything that is decided about a step, and nothing that is derived from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError, UnsupportedError
+
+#: fields of the surface whose mechanism isn't built, and the words that say so.
+_LATER = {
+    "per_microbatch": "statistics per microbatch",
+    "schedule": "pipeline schedules",
+    "cuts": "pipeline stages",
+    "recompute": "recompute regions",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan, whole or partial. A field that is None is chosen; a set field is a pin.
+
+    Attributes:
+        zero: 0, every rank of ``dp`` holds the whole optimizer state; 1 (the default), each rank the part it owns.
+        sequence: ``tp`` also shards the sequence of activations between the matrices.
+        microbatches: turns of the loop over the batch (gradient accumulation).
+        buckets: bytes after which a bucket of gradients is closed.
+        shard: parameter globs to placements: ``{"*.up.weight": "dim0@tp", "head.*": "replicate"}``; of two that match the later wins.
+        strict: a request that can't be met is an error instead of a note.
+        mesh: text of the mesh it was made for (in plans that autopar made).
+        parameters: sharding of every parameter by path, as text (likewise).
+        seconds: predicted seconds by axis (likewise).
+    """
+
+    zero: int | None = None
+    sequence: bool | None = None
+    microbatches: int | None = None
+    per_microbatch: Any = None
+    schedule: Any = None
+    cuts: Any = None
+    recompute: Any = None
+    buckets: int | None = None
+    shard: Mapping[str, str] | None = None
+    strict: bool = False
+    mesh: str | None = None
+    parameters: Mapping[str, str] | None = None
+    seconds: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in _LATER.items():
+            if getattr(self, name) is not None:
+                raise UnsupportedError(f"Plan({name}=...): {words} are not supported yet", hint=f"leave {name} out")
+        if self.zero is not None and self.zero not in (0, 1):
+            if self.zero in (2, 3):
+                raise UnsupportedError(f"Plan(zero={self.zero}) is not supported yet", hint="zero=0 or zero=1")
+            raise PlanError(f"Plan(zero={self.zero!r}) is no ZeRO level", hint="zero=0 or zero=1")
+        if self.microbatches is not None and (not isinstance(self.microbatches, int) or self.microbatches < 1):
+            raise PlanError(f"Plan(microbatches={self.microbatches!r}) is not a number of microbatches", hint="an integer of at least 1")
+        if self.buckets is not None and (not isinstance(self.buckets, int) or self.buckets < 1):
+            raise PlanError(f"Plan(buckets={self.buckets!r}) is not a number of bytes")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan saved as JSON. Raises PlanError where the file isn't one."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError(f"the plan {str(path)!r} can't be read", why=str(error)) from error
+        known = {f.name for f in fields(Plan)}
+        if not isinstance(data, dict) or not set(data) <= known:
+            raise PlanError(f"{str(path)!r} is not a plan", why=f"unknown fields {sorted(set(data) - known)}" if isinstance(data, dict) else "")
+        return Plan(**data)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(self.text() + "\n")
+
+    def text(self) -> str:
+        """The fields that are set, as JSON with sorted keys: the same plan gives the same text."""
+        return json.dumps({k: v for k, v in asdict(self).items() if v is not None and not (k == "strict" and not v)}, indent=1, sort_keys=True)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def filled(self, **chosen: Any) -> Plan:
+        """The plan with what was chosen for the fields that aren't set."""
+        return replace(self, **{k: v for k, v in chosen.items() if getattr(self, k) is None})
+
+
+def as_plan(plan: Plan | str | Path | None) -> Plan:
+    """``"auto"`` and None are the plan without pins; a path is loaded."""
+    if isinstance(plan, Plan):
+        return plan
+    return Plan() if plan is None or plan == "auto" else Plan.load(plan)

@@ -1,0 +1,231 @@
+"""Running an emitted module on one rank: its inputs in order, its results to their places. Knows nothing of the compiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.layout.bucket import Bucket, Member
+from autopar.layout.mesh import Mesh
+from autopar.layout.sharding import Sharding
+from autopar.runtime import ops
+from autopar.runtime.comm import Comm
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a module's text doesn't say: its mesh, and the paths of its arguments and results in order.
+
+    ``params``, ``buffers`` and ``batch`` map a path to (dtype, sharding): how the whole tensor is cut.
+    """
+
+    mesh: Mesh
+    params: Mapping[str, tuple[torch.dtype, Sharding]]
+    buffers: Mapping[str, tuple[torch.dtype, Sharding]]
+    batch: Mapping[str, tuple[torch.dtype, Sharding]]
+    buckets: tuple[Bucket, ...]
+    consts: tuple[str, ...]
+    new_buffers: tuple[str, ...]
+    outputs: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+    zero: int
+    microbatches: int
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` reads back."""
+
+        def pairs(table: Mapping[str, tuple[torch.dtype, Sharding]]) -> list[list[str]]:
+            return [[k, _name(d), str(s)] for k, (d, s) in table.items()]
+
+        return json.dumps({
+            "mesh": str(self.mesh), "params": pairs(self.params), "buffers": pairs(self.buffers), "batch": pairs(self.batch),
+            "buckets": [[b.name, _name(b.dtype), b.group, b.axes, b.partial, b.numel,
+                         [[m.path, m.offset, m.shape, str(m.sharding)] for m in b.members]] for b in self.buckets],
+            "consts": self.consts, "new_buffers": self.new_buffers, "outputs": self.outputs, "axes": self.axes, "zero": self.zero,
+            "microbatches": self.microbatches,
+        }, indent=1)  # fmt: skip
+
+    @staticmethod
+    def from_json(text: str) -> Spec:
+        data = json.loads(text)
+
+        def table(items: list[list[str]]) -> dict[str, tuple[torch.dtype, Sharding]]:
+            return {k: (getattr(torch, d), Sharding.parse(s)) for k, d, s in items}
+
+        buckets = tuple(
+            Bucket(name, getattr(torch, dtype), group, tuple(axes), tuple(partial),
+                   tuple(Member(path, offset, tuple(shape), Sharding.parse(s)) for path, offset, shape, s in members), numel)
+            for name, dtype, group, axes, partial, numel, members in data["buckets"]
+        )  # fmt: skip
+        return Spec(
+            Mesh.parse(data["mesh"]), table(data["params"]), table(data["buffers"]), table(data["batch"]), buckets, tuple(data["consts"]),
+            tuple(data["new_buffers"]), tuple(data["outputs"]), tuple(tuple(a) for a in data["axes"]), data["zero"], data["microbatches"],
+        )  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cut(whole: Tensor, sharding: Sharding, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
+    """A rank's piece of a whole tensor, contiguous and of its own memory."""
+    x = whole.reshape(sharding.atoms)
+    for atom, (start, size) in enumerate(zip(sharding.starts(mesh, dict(coords)), sharding.local_atoms(mesh), strict=True)):
+        x = x.narrow(atom, start, size)
+    return x.reshape(sharding.local_shape(mesh)).clone(memory_format=torch.contiguous_format)
+
+
+def paste(whole: Tensor, piece: Tensor, sharding: Sharding, mesh: Mesh, coords: Mapping[str, int]) -> None:
+    """Writes a rank's piece into the whole tensor (contiguous)."""
+    x = whole.view(sharding.atoms)
+    for atom, (start, size) in enumerate(zip(sharding.starts(mesh, dict(coords)), sharding.local_atoms(mesh), strict=True)):
+        x = x.narrow(atom, start, size)
+    x.copy_(piece.reshape(sharding.local_atoms(mesh)))
+
+
+@dataclass
+class State:
+    """What lives on a rank between steps.
+
+    Attributes:
+        parts: for each bucket the 1-D parameter of the elements that this rank owns (all of them under ZeRO 0).
+        fixed: pieces of parameters that no bucket holds: frozen ones, and those without gradient.
+        buffers: whole buffers.
+        step: updates done.
+    """
+
+    buckets: tuple[Bucket, ...]
+    parts: list[nn.Parameter]
+    fixed: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    zero: int
+    step: int = 0
+
+
+def make_state(spec: Spec, values: Callable[[str], Tensor], buffers: Mapping[str, Tensor], comm: Comm) -> State:
+    """The state that holds the given weights.
+
+    Args:
+        values: the whole parameter of a path, asked for one at a time.
+    """
+    mesh, device = spec.mesh, comm.device
+    parts = []
+    for bucket in spec.buckets:
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+        for m in bucket.members:
+            piece = cut(values(m.path).detach().to(device), m.sharding, mesh, comm.coords)
+            flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
+        parts.append(nn.Parameter(own(flat, bucket, comm, spec.zero)))
+    fixed = {
+        path: cut(values(path).detach().to(device), sharding, mesh, comm.coords).to(dtype) for path, (dtype, sharding) in spec.params.items()
+    }
+    held = {path: buffers[path].detach().to(device=device, dtype=dtype, copy=True) for path, (dtype, _) in spec.buffers.items()}
+    return State(spec.buckets, parts, fixed, held, spec.zero)
+
+
+def own(flat: Tensor, bucket: Bucket, comm: Comm, zero: int) -> Tensor:
+    """The part of a bucket that a rank keeps."""
+    if zero == 0:
+        return flat
+    part = bucket.part(comm.mesh)
+    index = comm.mesh.index(comm.rank, bucket.axes)
+    return flat[index * part : (index + 1) * part].clone()
+
+
+class Executable:
+    """An emitted module, loaded. ``run`` calls its ``step`` on a state.
+
+    Args:
+        compile_segment: applied to every segment (``torch.compile`` for the inductor backend); the driver always runs as it is.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        spec: Spec,
+        comm: Comm,
+        consts: Mapping[str, Tensor],
+        *,
+        name: str = "<autopar step>",
+        compile_segment: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        self.source, self.spec, self.comm = source, spec, comm
+        self.names: dict[str, Any] = {"__name__": "autopar_step"}
+        exec(compile(source, name, "exec"), self.names)  # noqa: S102 - running what the compiler emitted is the point
+        if compile_segment is not None:
+            for key, value in list(self.names.items()):
+                if callable(value) and getattr(value, "__module__", None) == "autopar_step" and key not in ("step", "constants"):
+                    self.names[key] = compile_segment(value)
+        comm.prepare(spec.axes)
+        self._consts = tuple(consts[path].to(comm.device) for path in spec.consts)
+        self._shared: tuple[Tensor, ...] | None = None
+
+    def run(self, state: State, batch: Sequence[Tensor], key: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]]:
+        """(loss, gradients by bucket, new buffers by path, outputs)."""
+        with torch.no_grad():
+            if self._shared is None:
+                self._shared = self.names["constants"](self.comm, self._consts)
+            parts = [p.detach() for p in state.parts]
+            fixed = [state.fixed[path] for path in self.spec.params]
+            buffers = [state.buffers[path] for path in self.spec.buffers]
+            loss, grads, fresh, outputs = self.names["step"](self.comm, fixed, parts, buffers, list(batch), self._shared, key)
+        return loss, grads, dict(zip(self.spec.new_buffers, fresh, strict=True)), outputs
+
+
+def load(folder: str | Path, comm: Comm, stem: str = "step") -> Executable:
+    """An executable from a folder written by ``step.save_source``: needs no part of the compiler."""
+    folder = Path(folder)
+    spec = Spec.from_json((folder / f"{stem}.json").read_text())
+    consts = torch.load(folder / f"{stem}.consts.pt") if spec.consts else {}
+    path = folder / f"{stem}.py"
+    return Executable(path.read_text(), spec, comm, consts, name=str(path))
+
+
+def gather(state: State, flats: Sequence[Tensor], mesh: Mesh, comm: Comm) -> dict[str, Tensor]:
+    """Whole tensors by path from flat parts of the buckets (parameters, gradients, state), on every rank's CPU. Collective."""
+    flats = [f.detach().cpu() for f in flats]
+    ranks = comm.exchange(flats, site="gather")
+    whole: dict[str, Tensor] = {}
+    for k, bucket in enumerate(state.buckets):
+        for m in bucket.members:
+            full = torch.zeros(m.sharding.shape, dtype=flats[k].dtype)
+            done = set()
+            for rank in range(mesh.size):
+                coords = mesh.coords(rank)
+                starts = m.sharding.starts(mesh, coords)
+                if starts in done:
+                    continue
+                done.add(starts)
+                group = mesh.group(rank, bucket.axes) if state.zero else (rank,)
+                flat = torch.cat([ranks[r][k] for r in group])
+                paste(full, flat[m.offset : m.offset + m.numel].reshape(m.shape), m.sharding, mesh, coords)
+            whole[m.path] = full
+    return whole
+
+
+def gather_fixed(fixed: Mapping[str, Tensor], shardings: Mapping[str, Sharding], mesh: Mesh, comm: Comm) -> dict[str, Tensor]:
+    """Whole tensors of the parameters that no bucket holds, on every rank's CPU. Collective."""
+    ranks = comm.exchange({path: t.cpu() for path, t in fixed.items()}, site="gather")
+    whole = {}
+    for path, piece in fixed.items():
+        full = torch.zeros(shardings[path].shape, dtype=piece.dtype)
+        for rank in range(mesh.size):
+            paste(full, ranks[rank][path], shardings[path], mesh, mesh.coords(rank))
+        whole[path] = full
+    return whole
+
+
+@dataclass
+class Metrics:
+    """Figures of the last step; seconds are of this rank's clock, bytes of this rank's sends."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+__all__ = ["Executable", "Metrics", "Spec", "State", "cut", "gather", "gather_fixed", "load", "make_state", "ops", "own", "paste"]
