@@ -235,6 +235,9 @@ def factor_positions(row: Row, dims: Iterable[tuple[tuple[int, ...], ...]]) -> l
         for factors, sizes in zip(term, atoms, strict=True):
             at = 0
             for f in factors:
+                if row.sizes[f] == 0:  # nothing to cut, but an atom all the same
+                    at += 1
+                    continue
                 product, i = 1, 0
                 while product < row.sizes[f]:
                     product *= sizes[at]

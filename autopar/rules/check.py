@@ -152,6 +152,8 @@ def function(op: str) -> Callable[..., Any]:
     namespace, _, name = op.partition(".")
     if op == "autopar.accumulate":  # its running total is the emitter's business, not an operand
         return lambda x, combine: ops.accumulate(None, x, combine)
+    if op in ("aten.view.default", "aten._unsafe_view.default"):  # as generated code does: pieces lie in memory in their own way
+        op = "aten.reshape.default"
     return getattr(ops, name) if namespace == "autopar" else resolve(op)
 
 
@@ -245,6 +247,11 @@ class Case:
 def bind_sample(rule: Rule, sample: str, seed: int = 0) -> Case:
     """Runs an op on a sample and binds its row. Raises RuleError where the row doesn't fit."""
     node, values = parse_sample(rule.op, sample, seed)
+    return bind_node(rule, sample, node, values)
+
+
+def bind_node(rule: Rule, sample: str, node: Node, values: Mapping[str, Tensor]) -> Case:
+    """The same for a node with values of its operands, as one of a captured program; ``sample`` is what findings call it."""
     whole = run(node, values)
     outs = tuple(f"y{k}" if t is not None else "" for k, t in enumerate(whole))
     node = replace(node, outs=outs)
@@ -423,18 +430,11 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
             if first:
                 break
             continue
-        try:
-            claims = list(_claims(case))
-        except AutoparError as error:
-            wrong.append(Finding(rule.op, sample, "the row has strategies", error.what))
-            continue
-        for claim, dims, mesh, chosen in claims:
-            tried += 1
-            why = _why_not(case, dims, mesh, chosen)
-            if why:
-                wrong.append(Finding(rule.op, sample, claim, why))
-                if first:
-                    return Report(tuple(wrong), tuple(shy), tried)
+        found, count = check_case(case, first=first)
+        wrong += found
+        tried += count
+        if first and wrong:
+            return Report(tuple(wrong), tuple(shy), tried)
         if not timid:
             continue
         again = None
@@ -451,6 +451,28 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
                         return Report(tuple(wrong), tuple(shy), tried)
                     break
     return Report(tuple(wrong), tuple(shy), tried)
+
+
+def check_case(case: Case, *, first: bool = False) -> tuple[list[Finding], int]:
+    """What is wrong with the row of one bound node, and the number of claims tried."""
+    wrong: list[Finding] = []
+    try:
+        claims = [c for c in _claims(case) if all(_possible(case, s) for s in c[3])]
+    except AutoparError as error:
+        return [Finding(case.rule.op, case.sample, "the row has strategies", error.what)], 0
+    for tried, (claim, dims, mesh, chosen) in enumerate(claims, 1):
+        why = _why_not(case, dims, mesh, chosen)
+        if why:
+            wrong.append(Finding(case.rule.op, case.sample, claim, why))
+            if first:
+                return wrong, tried
+    return wrong, len(claims)
+
+
+def _possible(case: Case, strategy: Strategy) -> bool:
+    """Bools are never partial, so what a row says of partial bools is idle."""
+    tensors = [case.values[r] for r in case.node.refs()]
+    return not any(t.dtype == torch.bool and p.kind == "partial" for t, p in zip(tensors, strategy.inputs, strict=True))
 
 
 def _why_not(case: Case, dims: tuple[Dims, ...], mesh: Mesh, chosen: tuple[Strategy, ...]) -> str:

@@ -94,6 +94,8 @@ LINEAR = (
     ("masked_fill.Scalar", _masked_fill, ("f[4, 6], b[6], 0", "f[4, 6], b[6], 1.5")),
     ("masked_fill.Tensor", "0 2", ("f[4, 6], b[6], f[]",)),
     ("bitwise_left_shift.Tensor", "0", ("i9[4, 6], i9[6]",)),
+    ("fill.Tensor", "1", ("f[4, 6], f[]",)),
+    ("fill.Scalar", lambda node, types: "0" if node.args[1] == 0 else "", ("f[4, 6], 1.5", "f[4, 6], 0")),
     ("copy.default", "1", ("f[4, 6], f[6]",)),
     ("addcmul.default", "0 1 | 0 2", ("f[4, 6], f[6], f[4, 1], value=0.5",)),
     ("addcdiv.default", "0 1", ("f[4, 6], f[6], pos[4, 1], value=0.5",)),

@@ -52,6 +52,21 @@ def dim_at(position: int, name: str = "dim", default: int = -1) -> Callable[[Nod
     return lambda node, rank: (node.arg(position, name, default),)
 
 
+def _topk(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    names = letters(rank)
+    dim = normal_dim(node.arg(2, "dim", -1), rank)
+    out = " ".join("k" if i == dim else n for i, n in enumerate(names))
+    return f"{' '.join(names)} -> {out}, {out} ; {names[dim]}: whole, k: whole"
+
+
+def _histogram(node: Node, types: Types) -> str:
+    """Counts add up, unless the bins depend on the values."""
+    kind = "sum" if node.arg(2, "min", 0) < node.arg(3, "max", 0) else "whole"
+    names = letters(len(types[node.refs()[0]].shape))
+    return f"{' '.join(names)} -> y ; {', '.join(f'{n}: {kind}' for n in names)}, y: whole"
+
+
 def _summing(node: Node, types: Types) -> str:
     """A sum is linear unless it casts: floats to whole numbers, bools to numbers."""
     source, target = types[node.refs()[0]].dtype, types[node.outs[0]].dtype
@@ -82,10 +97,12 @@ RULES = (
     Rule("aten.count_nonzero.dim_IntList", reduction("sum", 1, None), samples=("b[4, 6], (1,)",)),
     Rule("aten.logsumexp.default", reduction("whole"), samples=("f[4, 6], (1,)",)),
     Rule("aten.linalg_vector_norm.default", reduction("whole", 2, 3), samples=("f[4, 6], 2.0, (1,)", "f[4, 6], 3.0, None, True")),
-    Rule("aten.cumsum.default", whole_dims(dim_at(1)), "0", samples=("f[4, 6], 1", "f[4, 6], 0")),
+    Rule("aten.cumsum.default", whole_dims(dim_at(1)), _summing, samples=("f[4, 6], 1", "f[4, 6], 0", "b[4, 6], 0", "wide[4, 6], 0, dtype=i64")),
     Rule("aten.cumprod.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
     Rule("aten.cummax.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
     Rule("aten.logcumsumexp.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
+    Rule("aten.topk.default", _topk, samples=("f[4, 6], 2", "f[4, 6], 2, 0")),
+    Rule("aten.histc.default", _histogram, samples=("f[4, 6], 4, -1, 1", "f[12], 4")),
     Rule("aten.sort.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1", "f[4, 6]")),
     Rule("aten._softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1, False", "f[4, 6], 0, False")),
     Rule("aten._log_softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1, False",)),

@@ -156,7 +156,8 @@ def bind(
         for dim, size in zip(flat, shape, strict=True):
             if len(dim) == 1 and dim[0][0].startswith("*"):
                 star = int(dim[0][0][1:])
-                star_sizes[star] = max(star_sizes.get(star, size), size) if size != 0 else 0
+                known = star_sizes.get(star, 1)
+                star_sizes[star] = 0 if 0 in (known, size) else max(known, size)
         terms.append(flat)
 
     sizes: dict[str, int] = {}
@@ -174,7 +175,7 @@ def bind(
         for dim, size in zip(flat, shape or (), strict=True):
             unknown = [n for n, _ in dim if n not in sizes]
             if len(unknown) == 1:
-                sizes[unknown[0]] = size // math.prod(sizes[n] for n, _ in dim if n != unknown[0])
+                sizes[unknown[0]] = size // (math.prod(sizes[n] for n, _ in dim if n != unknown[0]) or 1)
 
     def resolve(flat: list[list[tuple[str, int | None]]], shape: tuple[int, ...] | None) -> Dims:
         out = []

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.ir.program import Node, Offset, TensorType
 from autopar.layout.mesh import Mesh
@@ -98,9 +100,12 @@ class Rule:
         inputs = [types[name].shape for name in node.refs()]
         outputs = [types[name].shape if name else None for name in node.outs]
         try:
-            return bind(text, inputs, outputs, linear=linear, soft=soft)
+            row = bind(text, inputs, outputs, linear=linear, soft=soft)
         except RuleError as error:
             raise RuleError(f"the row of {node.op} doesn't fit: {error.what}", where=str(node.where), why=error.why) from None
+        # a bool is never partial
+        bools = {k for k, name in enumerate(node.refs()) if types[name].dtype == torch.bool}
+        return replace(row, linear=tuple(s for s in row.linear if not s & bools)) if bools else row
 
     def localize(self, node: Node, local: Local) -> Node:
         """The node as it runs on this rank's pieces."""

@@ -138,6 +138,33 @@ def _cat(node: Node, types: Types) -> str:
     return f"{', '.join(terms)} -> {' '.join(target)} ; {', '.join(kinds)}"
 
 
+def _slice_scatter(node: Node, types: Types) -> str:
+    """The first operand with a slice of it replaced by the second."""
+    full_shape, small = (types[n].shape for n in node.refs())
+    dim = normal_dim(node.arg(2, "dim", 0), len(small))
+    _, start, _, step = slice_bounds(node, full_shape[dim], 2)
+    full, part, kinds = _sliced(full_shape, dim, full_shape[dim], start, small[dim], step)
+    return f"{' '.join(full)}, {' '.join(part)} -> {' '.join(full)}{kinds}"
+
+
+def _slice_scatter_local(node: Node, local: Local) -> Node:
+    target = local.outputs[0]
+    assert target is not None
+    dim = normal_dim(node.arg(2, "dim", 0), len(target.shape))
+    _, start, end, step = slice_bounds(node, target.shape[dim], 2)
+    if local.out_shape()[dim] != target.shape[dim]:
+        start, end = local.scale(target, dim, start), local.scale(target, dim, end)
+    return node.with_args(*node.args[:2], dim, start, end, step)
+
+
+def _select_scatter(node: Node, types: Types) -> str:
+    rank = len(types[node.outs[0]].shape)
+    names = letters(rank)
+    dim = normal_dim(node.args[2], rank)
+    full = " ".join(names)
+    return f"{full}, {' '.join(n for i, n in enumerate(names) if i != dim)} -> {full} ; {names[dim]}: whole"
+
+
 def _stack(node: Node, types: Types) -> str:
     rank = len(types[node.refs()[0]].shape)
     names = letters(rank)
@@ -284,6 +311,9 @@ RULES = (
     Rule("aten.slice.Tensor", _slice, "moves", soft=True, local=_slice_local, samples=("f[4, 12], 1, 4, 8", "f[4, 12], 1, 0, 11", "f[4, 12], 0")),
     Rule("aten.slice_backward.default", _slice_backward, "moves", soft=True, local=_slice_backward_local,
          samples=("f[4, 4], (4, 12), 1, 4, 8, 1", "f[4, 11], (4, 12), 1, 0, 11, 1")),
+    Rule("aten.slice_scatter.default", _slice_scatter, "moves", soft=True, local=_slice_scatter_local,
+         samples=("f[4, 12], f[4, 4], 1, 4, 8", "f[4, 12], f[4, 11], 1, 0, 11", "f[4, 12], f[4, 6], 1, 0, 12, 2")),
+    Rule("aten.select_scatter.default", _select_scatter, "moves", samples=("f[4, 6, 2], f[4, 2], 1, 2",)),
     Rule("aten.cat.default", _cat, "moves", soft=True, samples=("[f[4, 6], f[4, 6]], 1", "[f[4, 6], f[4, 2]], 1")),
     Rule("aten.stack.default", _stack, "moves", samples=("[f[4, 6], f[4, 6]], 1", "[f[4, 6], f[4, 6]], -1")),
     Rule("aten.select.int", _select, "moves", samples=("f[4, 6, 2], 1, 2", "f[4, 6], -1, 0")),

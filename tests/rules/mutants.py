@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from autopar.ir.program import Node
 from autopar.rules.check import bind_sample
-from autopar.rules.row import Row
 from autopar.rules.rule import Rule, Types
 
 Text = Callable[[Node, Types], str]
@@ -97,7 +98,8 @@ def swapped(rule: Rule, a: str, b: str) -> Rule:
 
 def mutants(rule: Rule) -> Iterator[Mutant]:
     """Every seeded fault of a rule. Faults that make no difference on any sample aren't made."""
-    rows: list[Row] = [bind_sample(rule, sample).row for sample in rule.samples]
+    cases = [bind_sample(rule, sample) for sample in rule.samples]
+    rows = [c.row for c in cases]
     kinds = {(f, row.kind(f)) for row in rows for f in row.factors()}
     for factor, kind in sorted(kinds):
         if not any(f == factor and (row.sizes[f] % 2 == 0 or row.sizes[f] % 3 == 0) for row in rows for f in row.factors()):
@@ -121,10 +123,11 @@ def mutants(rule: Rule) -> Iterator[Mutant]:
         yield Mutant(replace(rule, local=None), "arguments not localised", "local dropped")
     if rule.shape_arg is not None:
         yield Mutant(replace(rule, shape_arg=None), "arguments not localised", "shape_arg dropped")
+    bools = {k for c in cases for k, name in enumerate(c.node.refs()) if c.types[name].dtype == torch.bool}  # never partial
     most = max((len(row.inputs) for row in rows), default=0)
     for size in (1, 2):
         for group in map(frozenset, itertools.combinations(range(most), size)):
-            if any(group in row.linear for row in rows):
+            if group & bools or any(group in row.linear for row in rows):
                 continue
             yield Mutant(
                 with_linear(rule, lambda sets, n, group=group: [*sets, *([group] if max(group) < n else [])]),

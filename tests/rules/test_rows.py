@@ -14,6 +14,7 @@ from tests.rules.mutants import mutants
 
 #: faults that can't be seen because they are none: what they claim is true, or true for all finite numbers.
 NO_FAULTS = {
+    "aten.fill.Tensor: linear in [0, 1]": "operand 0 gives only the shape",
     "aten.copy.default: linear in [0, 1]": "operand 0 gives only the shape",
     "aten.max_pool2d_with_indices_backward.default: linear in [0, 1]": "operand 1 gives only the shape",
     "aten.avg_pool2d_backward.default: linear in [0, 1]": "operand 1 gives only the shape",
