@@ -110,9 +110,7 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
 
     The mark ``batch`` says that an atom comes from the batch dim of an input, ``feature`` that it is a dim of a matrix or a table.
     """
-    dims: dict[str, list[_Dim | None]] = {
-        name: [None if s == 1 else _Dim(s) for s in t.shape] for name, t in program.types.items()
-    }
+    dims: dict[str, list[_Dim | None]] = {name: [None if s == 1 else _Dim(s) for s in t.shape] for name, t in program.types.items()}
     params = {i.name for i in program.inputs_of("param")}
     for i in program.inputs_of("batch"):
         dim = batch_dims.get(i.name)
@@ -135,8 +133,8 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
                             d.root().marks.add("feature")
         if _join_simple(row, _terms(node, row), dims):
             merges.append((n, node))
-    for i in params:
-        for d in dims[i]:
+    for name in params:
+        for d in dims[name]:
             if d is not None:
                 d.root().marks.add("param")
     if microbatches > 1:
@@ -153,9 +151,7 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
             if rows[n].soft == soft:
                 rows[n] = _join_merged(rows[n], _terms(node, rows[n]), dims)
     out_dims = {name: tuple(tuple(x.size for x in d.leaves()) if d is not None else () for d in ds) for name, ds in dims.items()}
-    marks = {
-        name: tuple(frozenset(x.root().marks) for d in ds if d is not None for x in d.leaves()) for name, ds in dims.items()
-    }
+    marks = {name: tuple(frozenset(x.root().marks) for d in ds if d is not None for x in d.leaves()) for name, ds in dims.items()}
     return Atoms(out_dims, marks, rows)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopar.ir.program import Node, Ref
 from autopar.rules.rule import Rule, Types
 
+
 def _mask_term(shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
     """The term of a tensor that broadcasts to dims of the given names and sizes."""
     own = full[len(full) - len(shape) :]

@@ -90,7 +90,9 @@ class _Call:
 def _tensor(kind: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     match = re.fullmatch(r"(f|wide|pos|unit|b|[iu]\d+)", kind)
     if match is None:
-        raise RuleError(f"a sample has no tensors of kind {kind!r}", hint="f, wide, pos, unit, b, i9 (ints below 9), u9 (distinct ints below 9)")
+        raise RuleError(
+            f"a sample has no tensors of kind {kind!r}", hint="f, wide, pos, unit, b, i9 (ints below 9), u9 (distinct ints below 9)"
+        )
     if kind == "f":
         return torch.randn(shape, dtype=torch.float64, generator=gen)
     if kind == "wide":
@@ -189,7 +191,7 @@ def addends(x: Tensor, ways: int, combine: str, gen: torch.Generator) -> list[Te
             parts = [torch.randn(x.shape, dtype=x.dtype, generator=gen) for _ in range(ways - 1)]
         else:
             parts = [torch.randint(1, 4, x.shape, dtype=x.dtype, generator=gen) for _ in range(ways - 1)]
-        return [*parts, x - sum(parts)]  # type: ignore[list-item]
+        return [*parts, x - sum(parts)]
     winner = torch.randint(0, ways, x.shape, generator=gen)
     sign = -1 if combine == "max" else 1
     noise = [torch.randint(1, 4, x.shape, generator=gen).to(x.dtype) * sign for _ in range(ways)]
@@ -286,11 +288,9 @@ def _try(case: Case, dims: Sequence[Dims], mesh: Mesh, chosen: Sequence[Strategy
 
     shares: list[dict[tuple[int, ...], Tensor]] = []  # of each operand, by coordinates along its partial axes
     for x, sharding in zip(operands, in_sh, strict=True):
-        parts = {(): x}
+        parts: dict[tuple[int, ...], Tensor] = {(): x}
         for axis, combine in sharding.partial_axes():
-            parts = {
-                (*at, i): part for at, value in parts.items() for i, part in enumerate(addends(value, mesh[axis], combine, gen))
-            }
+            parts = {(*at, i): part for at, value in parts.items() for i, part in enumerate(addends(value, mesh[axis], combine, gen))}
         shares.append(parts)
 
     results: list[tuple[Tensor | None, ...]] = []

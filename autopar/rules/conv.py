@@ -87,7 +87,8 @@ RULES = (
         "f[4, 6, 5], f[6, 2, 3], f[6], (1,), (1,), (1,), False, (0,), 3",
         "f[4, 6, 4, 8], f[6, 2, 2, 2], None, (2, 2), (0, 0), (1, 1), True, (0, 0), 1",
     )),
-    Rule("aten.convolution_backward.default", _convolution_backward, _convolution_backward_linear, local=_convolution_backward_local, contraction=True, samples=(
+    Rule("aten.convolution_backward.default", _convolution_backward, _convolution_backward_linear,
+         local=_convolution_backward_local, contraction=True, samples=(
         "f[4, 2, 3, 7], f[4, 6, 4, 8], f[2, 6, 2, 2], (2,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, True)",
         "f[4, 2, 3, 7], f[4, 6, 4, 8], f[2, 6, 2, 2], None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, False)",
         "f[4, 6, 5], f[4, 6, 5], f[6, 2, 3], (6,), (1,), (1,), (1,), False, (0,), 3, (True, True, True)",
@@ -96,6 +97,10 @@ RULES = (
     Rule("aten.max_pool2d_with_indices.default", _pool, samples=("f[4, 6, 4, 8], (2, 2), (2, 2)",)),
     Rule("aten.max_pool2d_with_indices_backward.default", _pool_backward, "0",
          samples=("f[4, 6, 2, 4], f[4, 6, 4, 8], (2, 2), (2, 2), (0, 0), (1, 1), False, i32[4, 6, 2, 4]",)),
+    Rule("aten.im2col.default", "n c h w -> n (c k) l ; h: whole, w: whole, k: whole, l: whole", "moves",
+         samples=("f[4, 6, 4, 5], (2, 2), (1, 1), (0, 0), (1, 1)",)),
+    Rule("aten.col2im.default", "n (c k) l -> n c h w ; h: whole, w: whole, k: whole, l: whole", "0",
+         samples=("f[4, 24, 12], (4, 5), (2, 2), (1, 1), (0, 0), (1, 1)",)),
     Rule("aten.avg_pool2d.default", _pool, "0", samples=("f[4, 6, 4, 8], (2, 2), (2, 2)",)),
     Rule("aten.avg_pool2d_backward.default", _pool_backward, "0",
          samples=("f[4, 6, 2, 4], f[4, 6, 4, 8], (2, 2), (2, 2), (0, 0), False, True, None",)),

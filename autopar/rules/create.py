@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -54,7 +55,9 @@ def atom_args(
             own.append(pieces.pop(0))
             product *= own[-1][0]
         if product != size:
-            raise RuleError(f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="one entry for every atom, major first")
+            raise RuleError(
+                f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="one entry for every atom, major first"
+            )
         if not own:
             out.append((size, start, stride))
         for at, (whole, piece, begin) in enumerate(own):
@@ -62,7 +65,9 @@ def atom_args(
             # where the atom already starts is counted in its own stride, so the last of the finer atoms keeps it
             out.append((piece, _added(start, begin) if at == len(own) - 1 else begin if begin.terms else 0, stride * size))
     if pieces:
-        raise RuleError(f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="one entry for every atom, major first")
+        raise RuleError(
+            f"a random op lists atoms {sizes} and its output has {sharding.atoms}", hint="one entry for every atom, major first"
+        )
     return tuple(s for s, _, _ in out), tuple(o for _, o, _ in out), tuple(t for _, _, t in out)
 
 
@@ -78,7 +83,8 @@ def _added(start: int | Offset, more: Offset) -> int | Offset:
 
 def _atoms_row(shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     """The term of a shape whose dims are merges of the given atoms."""
-    left, dims, count = list(sizes), [], 0
+    left, count = list(sizes), 0
+    dims: list[str] = []
     for size in shape:
         own, product = [], 1
         while product < size or (left and left[0] == 1 and len(left) > len(shape) - len(dims) - 1 and product == size):
@@ -93,7 +99,9 @@ def _atoms_row(shape: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     return " ".join(dims)
 
 
-def _random(sizes_at: int):  # type: ignore[no-untyped-def]
+def _random(sizes_at: int) -> tuple[Callable[[Node, Types], str], Callable[[Node, Local], Node]]:
+    """Row and localisation of an op whose atoms are its arguments from ``sizes_at`` on."""
+
     def row(node: Node, types: Types) -> str:
         term = _atoms_row(types[node.outs[0]].shape, node.args[sizes_at])
         operands = ["key", *([term] if len(node.refs()) == 2 else [])]
@@ -121,6 +129,9 @@ RULES = (
     Rule("aten.arange.start_step", "-> n ; n: offset", local=_arange_local, samples=("0, 12, 2", "1.0, 4.0, 0.5, dtype=f64")),
     *(Rule(f"aten.{op}.default", _made, shape_arg=0, samples=(f"(4, 6){rest}", f"(){rest}"))
       for op, rest in (("full", ", 2.5"), ("zeros", ""), ("ones", ""))),
+    Rule("aten.eye.default", "-> n m ; n: whole, m: whole", samples=("4",)),
+    Rule("aten.eye.m", "-> n m ; n: whole, m: whole", samples=("4, 6",)),
+    Rule("aten.linspace.default", "-> n ; n: whole", samples=("0.0, 1.0, 6",)),
     Rule("aten.scalar_tensor.default", "->", samples=("1.5",)),
     *(Rule(f"aten.{op}.default", _made_from, linear, shape_arg=1, samples=(f"f[4, 6], (6, 2){rest}", f"f[], (4, 6){rest}"))
       for op, linear, rest in (("new_full", "", ", 2.5"), ("new_zeros", "0", ""), ("new_ones", "", ""))),

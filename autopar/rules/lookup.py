@@ -11,7 +11,11 @@ from autopar.rules.rule import Local, Rule, Types, letters, normal_dim
 
 def _embedding_local(node: Node, local: Local) -> Node:
     start = local.start(local.inputs[0], 0)
-    return node if not start.terms else Node("autopar.embedding", (node.args[0], node.args[1], start), node.outs, (), node.phase, node.where, node.region)
+    return (
+        node
+        if not start.terms
+        else Node("autopar.embedding", (node.args[0], node.args[1], start), node.outs, (), node.phase, node.where, node.region)
+    )
 
 
 def _embedding_backward_local(node: Node, local: Local) -> Node:
@@ -48,7 +52,7 @@ def _unpick_local(node: Node, local: Local) -> Node:
 
 
 def _index(node: Node, types: Types) -> str:
-    """Indexed dims are whole; the dims of the indices stand where torch puts them: in place if the indexed dims are neighbours, else in front."""
+    """Indexed dims are whole. The indices' own dims stand in place of them if they are neighbours, else in front."""
     source = types[node.refs()[0]].shape
     names = letters(len(source))
     given = [i for i, t in enumerate(node.args[1]) if t is not None]
@@ -136,7 +140,18 @@ def _scatter(node: Node, types: Types) -> str:
         terms.append(" ".join(n if a == b else f"z{i}" for i, (n, a, b) in enumerate(zip(right.split(), index, source))))
         kinds += "".join(f", z{i}: whole, {n}: whole" for i, (n, a, b) in enumerate(zip(right.split(), index, source)) if a != b)
     dim = normal_dim(node.args[1], len(index))
-    return f"{', '.join(terms)} -> {left} ; {kinds}, y{dim}: whole"
+    # A maximum with the old values may be taken on every rank; a sum would add them on every rank.
+    reduce = node.args[4] if len(node.args) > 4 and node.arg(5, "include_self", True) else ""
+    return f"{', '.join(terms)} -> {left} ; {kinds}, y{dim}: {({'amax': 'max', 'amin': 'min'}).get(reduce, 'whole')}"
+
+
+def _scatter_reduce_linear(node: Node, types: Types) -> str:
+    return "0 2" if node.args[4] in ("sum", "mean") else ""
+
+
+def _isin(node: Node, types: Types) -> str:
+    tests = [f"t{k}" for k in range(len(types[node.refs()[1]].shape))]
+    return f"*, {' '.join(tests)} -> * ; {', '.join(f'{t}: whole' for t in tests)}"
 
 
 def _index_select(node: Node, types: Types) -> str:
@@ -153,19 +168,31 @@ def _index_add(node: Node, types: Types) -> str:
     return f"{' '.join(names)}, i, {' '.join(source)} -> {' '.join(names)} ; {names[dim]}: whole, i: whole"
 
 
+_INDEX = ("f[6, 4], [i6[2, 4]]", "f[4, 6, 2], [None, i6[4]]", "f[6, 4, 2], [i6[4], None, i2[4]]", "f[6, 4], [i6[2, 1], i4[4]]")
+_INDEX_PUT = (
+    "f[6, 4], [i6[2]], f[2, 4], True",
+    "f[6, 4], [i6[2, 4]], f[4], True",
+    "f[4, 6], [None, u6[4]], f[4, 4]",
+    "f[4, 6], [None, i6[4]], f[4, 1], True",
+)
+
 RULES = (
     Rule("aten.embedding.default", "v h, * -> * h ; v: offset-sum", "0", local=_embedding_local, samples=("f[6, 4], i6[2, 3]",)),
     Rule("autopar.embedding_backward", "* h, * -> v h ; *1: sum, *2: sum, *3: sum, v: offset", "0", local=_embedding_backward_local,
          samples=("f[2, 3, 4], i6[2, 3], -1, 6, 0", "f[2, 3, 4], i6[2, 3], 1, 6, 0")),
     Rule("autopar.pick", _pick, "0", local=_pick_local, samples=("f[4, 6], i6[4], 1, 0", "f[4, 6, 2], i6[4, 2], 1, 0")),
     Rule("autopar.unpick", _unpick, "0", local=_unpick_local, samples=("f[4], i6[4], 1, 6, 0",)),
-    Rule("aten.index.Tensor", _index, "0",
-         samples=("f[6, 4], [i6[2, 4]]", "f[4, 6, 2], [None, i6[4]]", "f[6, 4, 2], [i6[4], None, i2[4]]", "f[6, 4], [i6[2, 1], i4[4]]")),
-    Rule("aten.index_put.default", _index_put, _index_put_linear,
-         samples=("f[6, 4], [i6[2]], f[2, 4], True", "f[6, 4], [i6[2, 4]], f[4], True", "f[4, 6], [None, u6[4]], f[4, 4]", "f[4, 6], [None, i6[4]], f[4, 1], True")),
+    *(Rule(f"aten.{op}.Tensor", _index, "0", samples=_INDEX) for op in ("index", "_unsafe_index")),
+    *(Rule(f"aten.{op}.default", _index_put, _index_put_linear, samples=_INDEX_PUT) for op in ("index_put", "_unsafe_index_put")),
     Rule("aten.gather.default", _gather, "0", samples=("f[4, 6], 1, i6[4, 2]", "f[4, 6], 0, i4[2, 4]")),
     Rule("aten.scatter.src", _scatter, "0 2", samples=("f[4, 6], 1, u6[4, 4], f[4, 4]", "f[4, 6], 1, u6[4, 4], f[4, 6]")),
     Rule("aten.scatter.value", _scatter, samples=("f[4, 6], 1, i6[4, 2], 1.5",)),
+    Rule("aten.scatter_reduce.two", _scatter, _scatter_reduce_linear,
+         samples=("f[4, 6], 1, i6[4, 4], f[4, 4], 'sum'", "f[4, 6], 1, i6[4, 4], f[4, 4], 'amax'",
+                  "f[4, 6], 0, i4[4, 6], f[4, 6], 'amin'", "f[4, 6], 1, i6[4, 4], f[4, 4], 'amax', include_self=False",
+                  "f[4, 6], 1, i6[4, 4], f[4, 4], 'mean'")),
+    Rule("aten.bucketize.Tensor", "*, edges -> * ; edges: whole", samples=("f[4, 6], f[4]",)),
+    Rule("aten.isin.Tensor_Tensor", _isin, samples=("i9[4, 6], i9[2, 2]",)),
     Rule("aten.scatter_add.default", _scatter, "0 2", samples=("f[4, 6], 1, i6[4, 4], f[4, 4]", "f[4, 6], 0, i4[4, 4], f[4, 6]")),
     Rule("aten.index_select.default", _index_select, "0", samples=("f[4, 6], 1, i6[4]",)),
     Rule("aten.index_add.default", _index_add, "0 2", samples=("f[4, 6], 1, i6[4], f[4, 4]",)),

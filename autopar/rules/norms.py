@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.program import Node, Ref
+from autopar.ir.program import Node
 from autopar.rules.rule import Local, Rule, Types, letters
 
 
@@ -67,9 +67,30 @@ def _group_norm_backward_local(node: Node, local: Local) -> Node:
     return replace(node, args=(*node.args[:5], n, c, space, groups, *node.args[9:]))
 
 
-def has(node: Node, position: int, name: str) -> bool:
-    """Whether an optional tensor argument is given."""
-    return isinstance(node.arg(position, name), Ref)
+def _batch_norm(node: Node, types: Types) -> str:
+    """Channels are plain. Samples are whole where their statistics are taken, plain where given ones are used."""
+    shape = types[node.refs()[0]].shape
+    space = [f"x{i}" for i in range(len(shape) - 2)]
+    full = " ".join(["n", "c", *space])
+    if node.op.endswith("no_training.default"):
+        return f"{', '.join([full, *['c'] * (len(node.refs()) - 1)])} -> {full}, e, e ; e: whole"
+    kinds = ", ".join(f"{f}: whole" for f in ["n", *space])
+    return f"{', '.join([full, *['c'] * (len(node.refs()) - 1)])} -> {', '.join([full, *['c'] * (len(node.outs) - 1)])} ; {kinds}"
+
+
+def _batch_norm_linear(node: Node, types: Types) -> str:
+    """With given statistics the output is linear in weight and bias, and nothing else is computed."""
+    return "1 2" if node.op.endswith("no_training.default") and len(node.refs()) == 5 else ""
+
+
+def _batch_norm_backward(node: Node, types: Types) -> str:
+    shape = types[node.refs()[0]].shape
+    space = [f"x{i}" for i in range(len(shape) - 2)]
+    full, train = " ".join(["n", "c", *space]), node.args[7]
+    stats = [t for t in node.refs()[2:] if types[t].shape != (0,)]
+    terms = ["c" if t in stats else "e" for t in node.refs()[2:]]
+    kinds = ", ".join(f"{f}: {'whole' if train else 'sum'}" for f in ["n", *space])
+    return f"{', '.join([full, full, *terms])} -> {full}, c, c ; {kinds}, e: whole"
 
 
 RULES = (
@@ -82,8 +103,19 @@ RULES = (
     )),
     Rule("aten.native_group_norm.default", _group_norm, local=_group_norm_local,
          samples=("f[4, 6, 2, 4], f[6], f[6], 4, 6, 8, 2, 1e-5", "f[4, 6, 2, 4], None, None, 4, 6, 8, 3, 1e-5")),
-    Rule("aten.native_group_norm_backward.default", _group_norm_backward, "0", local=_group_norm_backward_local, contiguous=(0, 1, 2, 3), samples=(
+    Rule("aten.native_group_norm_backward.default", _group_norm_backward, "0", local=_group_norm_backward_local,
+         contiguous=(0, 1, 2, 3), samples=(
         "f[4, 6, 2, 4], f[4, 6, 2, 4], f[4, 2], pos[4, 2], f[6], 4, 6, 8, 2, (True, True, True)",
         "f[4, 6, 2, 4], f[4, 6, 2, 4], f[4, 2], pos[4, 2], None, 4, 6, 8, 2, (True, False, False)",
+    )),
+    Rule("aten._native_batch_norm_legit_functional.default", _batch_norm, samples=(
+        "f[4, 6, 3, 2], f[6], f[6], f[6], pos[6], True, 0.1, 1e-5", "f[4, 6], None, None, f[6], pos[6], True, 0.1, 1e-5")),
+    Rule("aten._native_batch_norm_legit.no_stats", _batch_norm, samples=("f[4, 6, 3, 2], f[6], f[6], True, 0.1, 1e-5",)),
+    Rule("aten._native_batch_norm_legit_no_training.default", _batch_norm, _batch_norm_linear,
+         samples=("f[4, 6, 3, 2], f[6], f[6], f[6], pos[6], 0.1, 1e-5",)),
+    Rule("aten.native_batch_norm_backward.default", _batch_norm_backward, "0", samples=(
+        "f[4, 6, 3, 2], f[4, 6, 3, 2], f[6], f[6], pos[6], f[6], pos[6], True, 1e-5, (True, True, True)",
+        "f[4, 6, 3, 2], f[4, 6, 3, 2], None, None, None, f[6], pos[6], True, 1e-5, (True, False, False)",
+        "f[4, 6, 3, 2], f[4, 6, 3, 2], f[6], f[6], pos[6], f[0], f[0], False, 1e-5, (True, True, True)",
     )),
 )  # fmt: skip

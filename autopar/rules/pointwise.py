@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from autopar.ir.program import Node
@@ -49,16 +51,17 @@ def _masked_fill(node: Node, types: Types) -> str:
 #: f(x) without linearity: (name, sample)
 NONLINEAR = (
     *((f"{n}.default", "f[4, 6]") for n in (
-        "exp", "exp2", "expm1", "sigmoid", "tanh", "relu", "silu", "gelu", "erf", "erfc", "sin", "cos", "tan", "sinh", "cosh", "asinh", "atan",
-        "abs", "sign", "sgn", "floor", "ceil", "round", "trunc", "frac", "isnan", "isinf", "isfinite", "logical_not", "hardtanh", "hardsigmoid",
-        "hardswish", "leaky_relu", "elu", "celu", "selu", "softplus", "log_sigmoid_forward", "mish", "relu6", "square", "softshrink", "hardshrink",
-        "signbit", "log_sigmoid",
+        "exp", "exp2", "expm1", "sigmoid", "tanh", "relu", "silu", "gelu", "erf", "erfc", "sin", "cos", "tan", "sinh", "cosh", "asinh",
+        "atan", "abs", "sign", "sgn", "floor", "ceil", "round", "trunc", "frac", "isnan", "isinf", "isfinite", "logical_not", "hardtanh",
+        "hardsigmoid", "hardswish", "leaky_relu", "elu", "celu", "selu", "softplus", "log_sigmoid_forward", "mish", "relu6", "square",
+        "softshrink", "hardshrink", "signbit", "log_sigmoid",
     )),
-    *((f"{n}.default", "pos[4, 6]") for n in ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "lgamma", "digamma", "erfinv")),
+    *((f"{n}.default", "pos[4, 6]") for n in ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal", "lgamma", "digamma",
+                                             "erfinv")),
     *((f"{n}.default", "unit[4, 6]") for n in ("asin", "acos", "atanh", "logit")),
-    
-    *((f"{n}.Tensor", "f[4, 6], f[6]") for n in ("eq", "ne", "lt", "le", "gt", "ge")),
-    *((f"{n}.Scalar", "f[4, 6], 0.5") for n in ("eq", "ne", "lt", "le", "gt", "ge")),
+    # whole numbers, or hardly anything would be equal
+    *((f"{n}.Tensor", "i3[4, 6], i3[6]") for n in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *((f"{n}.Scalar", "i3[4, 6], 1") for n in ("eq", "ne", "lt", "le", "gt", "ge")),
     *((f"{n}.default", "b[4, 6], b[6]") for n in ("logical_and", "logical_or", "logical_xor")),
     *((f"{n}.Tensor", "i9[4, 6], i9[6]") for n in ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_right_shift")),
     *((f"{n}.Scalar", "i9[4, 6], 3") for n in ("bitwise_and", "bitwise_or", "bitwise_xor")),
@@ -77,7 +80,7 @@ NONLINEAR = (
 )  # fmt: skip
 
 #: linear in one operand or another, or in sets of them
-LINEAR = (
+LINEAR: tuple[tuple[str, str | Callable[[Node, Types], str], tuple[str, ...]], ...] = (
     ("mul.Tensor", _product, ("f[4, 6], f[6]", "f[4, 6], 1.5", "b[4, 6], b[6]")),
     ("mul.Scalar", "0", ("f[4, 6], 1.5",)),
     ("div.Tensor", "0", ("f[4, 6], pos[6]", "f[4, 6], 1.5")),
@@ -87,7 +90,8 @@ LINEAR = (
     ("rsub.Tensor", _sum_of_two, ("f[4, 6], f[6]",)),
     ("neg.default", "0", ("f[4, 6]",)),
     ("deg2rad.default", "0", ("f[4, 6]",)),
-    ("_to_copy.default", _cast, ("f[4, 6], dtype=f64", "f[4, 6], dtype=i64", "i9[4, 6], dtype=f64", "b[4, 6], dtype=f64", "f[4, 6], dtype=bool")),
+    ("_to_copy.default", _cast, ("f[4, 6], dtype=f64", "f[4, 6], dtype=i64", "i9[4, 6], dtype=f64", "b[4, 6], dtype=f64",
+                                "f[4, 6], dtype=bool")),
     ("where.self", "1 2", ("b[4, 6], f[4, 6], f[6]",)),
     ("where.ScalarOther", _where_scalar_other, ("b[4, 6], f[4, 6], 0.0", "b[4, 6], f[4, 6], 0.5")),
     ("where.ScalarSelf", _where_scalar_self, ("b[4, 6], 0.0, f[4, 6]", "b[4, 6], 0.5, f[4, 6]")),
@@ -103,11 +107,13 @@ LINEAR = (
     ("lerp.Tensor", "0 1", ("f[4, 6], f[4, 6], f[6]",)),
     *((f"{n}.default", "0", (sample,)) for n, sample in (
         ("threshold_backward", "f[4, 6], f[4, 6], 0"), ("gelu_backward", "f[4, 6], f[4, 6]"), ("silu_backward", "f[4, 6], f[4, 6]"),
-        ("tanh_backward", "f[4, 6], f[4, 6]"), ("sigmoid_backward", "f[4, 6], f[4, 6]"), ("hardtanh_backward", "f[4, 6], f[4, 6], -0.5, 0.5"),
+        ("tanh_backward", "f[4, 6], f[4, 6]"), ("sigmoid_backward", "f[4, 6], f[4, 6]"),
+        ("hardtanh_backward", "f[4, 6], f[4, 6], -0.5, 0.5"),
         ("hardsigmoid_backward", "f[4, 6], wide[4, 6]"), ("hardswish_backward", "f[4, 6], f[4, 6]"),
         ("leaky_relu_backward", "f[4, 6], f[4, 6], 0.1, False"), ("elu_backward", "f[4, 6], 1.0, 1.0, 1.0, False, f[4, 6]"),
         ("softplus_backward", "f[4, 6], f[4, 6], 1.0, 20.0"), ("log_sigmoid_backward", "f[4, 6], f[4, 6], pos[4, 6]"),
-        ("mish_backward", "f[4, 6], f[4, 6]"), ("softshrink_backward", "f[4, 6], f[4, 6], 0.5"), ("hardshrink_backward", "f[4, 6], f[4, 6], 0.5"),
+        ("mish_backward", "f[4, 6], f[4, 6]"), ("softshrink_backward", "f[4, 6], f[4, 6], 0.5"),
+        ("hardshrink_backward", "f[4, 6], f[4, 6], 0.5"),
         ("logit_backward", "f[4, 6], unit[4, 6]"),
     )),
 )  # fmt: skip
@@ -115,8 +121,15 @@ LINEAR = (
 RULES = (
     *(Rule(f"aten.{name}", broadcast, samples=(sample,)) for name, sample in NONLINEAR),
     *(Rule(f"aten.{name}", broadcast, linear, samples=samples) for name, linear, samples in LINEAR),
-    *(Rule(f"aten.{name}.default", "* -> *", "moves", samples=("f[4, 6]",)) for name in ("clone", "alias", "detach", "lift_fresh_copy", "contiguous")),
+    *(
+        Rule(f"aten.{name}.default", "* -> *", "moves", samples=("f[4, 6]",))
+        for name in ("clone", "alias", "detach", "lift_fresh_copy", "contiguous")
+    ),
     Rule("aten.nan_to_num.default", broadcast, samples=("f[4, 6]",), timid_ok="it is linear only where all addends are finite"),
-    Rule("aten.xlogy.Tensor", broadcast, samples=("pos[4, 6], pos[6]",), timid_ok="0 times log(0) is 0 for the sum but not for its addends"),
+    Rule(
+        "aten.xlogy.Tensor", broadcast, samples=("pos[4, 6], pos[6]",), timid_ok="0 times log(0) is 0 for the sum but not for its addends"
+    ),
+    Rule("aten._prelu_kernel.default", broadcast, samples=("f[4, 6], f[6]",)),
+    Rule("aten._prelu_kernel_backward.default", broadcast, "0", samples=("f[4, 6], f[4, 6], f[4, 6]",)),
     Rule("autopar.dropout", "*, * -> *", "0", samples=("f[4, 6], b[4, 6], 1.25",)),
 )

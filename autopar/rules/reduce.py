@@ -67,6 +67,28 @@ def _histogram(node: Node, types: Types) -> str:
     return f"{' '.join(names)} -> y ; {', '.join(f'{n}: {kind}' for n in names)}, y: whole"
 
 
+def _reduction_of(node: Node) -> int:
+    """The ``reduction`` of a loss: its one whole number, 0 (none), 1 (mean, the default) or 2 (sum)."""
+    return next((a for a in node.args if type(a) is int), node.arg(99, "reduction", 1))
+
+
+def _loss(node: Node, types: Types) -> str:
+    """None is pointwise, sum adds up; a mean divides by the number of elements of the piece, so it is whole."""
+    how = _reduction_of(node)
+    names = letters(len(types[node.refs()[0]].shape))
+    operands = ", ".join(" ".join(names) for _ in node.refs())
+    if how == 0:
+        return f"{operands} -> {' '.join(names)}"
+    return f"{operands} -> ; {', '.join(f'{n}: ' + ('sum' if how == 2 else 'whole') for n in names)}"
+
+
+def _loss_backward(node: Node, types: Types) -> str:
+    names = letters(len(types[node.refs()[1]].shape))
+    full = " ".join(names)
+    kinds = ", ".join(f"{n}: whole" for n in names) if _reduction_of(node) == 1 else ""
+    return f"{full if types[node.refs()[0]].shape else ''}, {full}, {full} -> {full} ; {kinds}"
+
+
 def _summing(node: Node, types: Types) -> str:
     """A sum is linear unless it casts: floats to whole numbers, bools to numbers."""
     source, target = types[node.refs()[0]].dtype, types[node.outs[0]].dtype
@@ -96,8 +118,33 @@ RULES = (
     Rule("aten.count_nonzero.default", reduction("sum", 1, None), samples=("b[4, 6]",)),
     Rule("aten.count_nonzero.dim_IntList", reduction("sum", 1, None), samples=("b[4, 6], (1,)",)),
     Rule("aten.logsumexp.default", reduction("whole"), samples=("f[4, 6], (1,)",)),
+    Rule("aten.std.correction", reduction("whole"), samples=("f[4, 6], (1,), correction=1", "f[4, 6]")),
+    Rule("aten.median.default", reduction("whole", None, None), samples=("f[4, 6]",)),
+    Rule("aten.median.dim", reduction("whole"), samples=("f[4, 6], 1",)),
+    Rule("aten.mode.default", reduction("whole"), samples=("i3[4, 6], 1",)),
+    *(
+        Rule(f"aten.{op}.default", _loss, samples=(f"{args}, 0", f"{args}, 1", f"{args}, 2"))
+        for op, args in (
+            ("mse_loss", "f[4, 6], f[4, 6]"), ("smooth_l1_loss", "f[4, 6], f[4, 6]"), ("huber_loss", "f[4, 6], f[4, 6]"),
+            ("soft_margin_loss", "f[4, 6], f[4, 6]"),
+        )
+    ),
+    *(
+        Rule(f"aten.{op}.default", _loss, samples=(f"{args}, 0", f"{args}, 1", f"{args}, 2"))
+        for op, args in (
+            ("binary_cross_entropy", "unit[4, 6], unit[4, 6], None"),
+            ("binary_cross_entropy_with_logits", "f[4, 6], unit[4, 6], None, None"),
+        )
+    ),
+    *(
+        Rule(f"aten.{op}.default", _loss_backward, "0 | 1 2" if op == "mse_loss_backward" else "0", samples=(
+            f"f[4, 6], f[4, 6], f[4, 6], 0{rest}", f"f[], f[4, 6], f[4, 6], 1{rest}", f"f[], f[4, 6], f[4, 6], 2{rest}"))
+        for op, rest in (("mse_loss_backward", ""), ("smooth_l1_loss_backward", ", 1.0"), ("huber_loss_backward", ", 1.0"),
+                         ("soft_margin_loss_backward", ""))
+    ),
     Rule("aten.linalg_vector_norm.default", reduction("whole", 2, 3), samples=("f[4, 6], 2.0, (1,)", "f[4, 6], 3.0, None, True")),
-    Rule("aten.cumsum.default", whole_dims(dim_at(1)), _summing, samples=("f[4, 6], 1", "f[4, 6], 0", "b[4, 6], 0", "wide[4, 6], 0, dtype=i64")),
+    Rule("aten.cumsum.default", whole_dims(dim_at(1)), _summing,
+         samples=("f[4, 6], 1", "f[4, 6], 0", "b[4, 6], 0", "wide[4, 6], 0, dtype=i64")),
     Rule("aten.cumprod.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
     Rule("aten.cummax.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
     Rule("aten.logcumsumexp.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),

@@ -120,9 +120,7 @@ def parse(text: str) -> tuple[list[str], list[str], dict[str, str]]:
     return inputs, right.split(","), kinds
 
 
-def bind(
-    text: str, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...] | None], *, linear: str = "", soft: bool = False
-) -> Row:
+def bind(text: str, inputs: list[tuple[int, ...]], outputs: list[tuple[int, ...] | None], *, linear: str = "", soft: bool = False) -> Row:
     """Binds a row's text to shapes. An output that nobody reads has shape None.
 
     ``linear``: sets of operands separated by ``|``, such as ``0 | 1`` (either), ``0 1`` (both together), ``all`` or ``moves``.
@@ -178,13 +176,15 @@ def bind(
                 sizes[unknown[0]] = size // (math.prod(sizes[n] for n, _ in dim if n != unknown[0]) or 1)
 
     def resolve(flat: list[list[tuple[str, int | None]]], shape: tuple[int, ...] | None) -> Dims:
-        out = []
+        out: list[tuple[str, ...]] = []
         for dim, size in zip(flat, shape or (), strict=True):
             if len(dim) == 1 and dim[0][0].startswith("*") and size == 1 and sizes[dim[0][0]] != 1:
                 out.append(())
                 continue
             if math.prod(sizes[n] for n, _ in dim) != size:
-                raise RuleError(f"row {text!r} doesn't fit shape {shape}: a dim of {size} is not {dim}", why=f"operands {inputs}, outputs {outputs}")
+                raise RuleError(
+                    f"row {text!r} doesn't fit shape {shape}: a dim of {size} is not {dim}", why=f"operands {inputs}, outputs {outputs}"
+                )
             out.append(tuple(n for n, _ in dim if sizes[n] != 1))
         return tuple(out)
 
@@ -202,10 +202,15 @@ def bind(
     held = {f for t in bound[n:] for d in t for f in d}
     for f in sorted(used - held):
         # with an output that nobody reads, the factor may stand there only
-        if kinds.get(f, "plain") in ("plain", "offset") and None not in outputs and any((k, f) not in invariant for k in range(len(outputs))):
+        if (
+            kinds.get(f, "plain") in ("plain", "offset")
+            and None not in outputs
+            and any((k, f) not in invariant for k in range(len(outputs)))
+        ):
             raise RuleError(
                 f"row {text!r}: factor {f} is in no output and is {kinds.get(f, 'plain')}",
-                why="splitting it leaves something to combine", hint=f"say '{f}: sum' (or max, min), '{f}: whole', or '~{f}' in outputs without it",
+                why="splitting it leaves something to combine",
+                hint=f"say '{f}: sum' (or max, min), '{f}: whole', or '~{f}' in outputs without it",
             )  # fmt: skip
     kinds = {f: k for f, k in kinds.items() if f in used}
     return Row(tuple(bound[:n]), tuple(bound[n:]), {f: sizes[f] for f in used}, kinds, invariant, sets, linear == "moves", soft, text)

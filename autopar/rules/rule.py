@@ -262,7 +262,7 @@ def view_row(source: tuple[int, ...], target: tuple[int, ...]) -> str:
         for side, group in (("l", group_l), ("r", group_r)):
             at = 0
             for i, size in group:
-                own = []
+                own: list[int] = []
                 while math.prod(pieces[p] for p in own) < size:
                     own.append(at)
                     at += 1

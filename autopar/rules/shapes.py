@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autopar.ir.program import Node
@@ -286,6 +286,60 @@ def _diagonal(node: Node, types: Types) -> str:
     return f"{' '.join(names)} -> {' '.join(n for i, n in enumerate(names) if i not in (a, b))} y ; {kinds}"
 
 
+def _diagonal_backward(node: Node, types: Types) -> str:
+    rank = len(node.args[1])
+    a, b = (normal_dim(d, rank) for d in node.args[3:5])
+    names = letters(rank)
+    kinds = f"{names[a]}: whole, {names[b]}: whole, y: whole"
+    return f"{' '.join(n for i, n in enumerate(names) if i not in (a, b))} y -> {' '.join(names)} ; {kinds}"
+
+
+def _halves(rank: int, dim: int) -> tuple[str, str]:
+    """Terms of a tensor and of one of its two halves along a dim."""
+    names = letters(rank)
+    both = list(names)
+    both[dim] = f"(two=2 {names[dim]})"
+    return " ".join(both), " ".join(names)
+
+
+def _glu(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    both, half = _halves(rank, normal_dim(node.arg(1, "dim", -1), rank))
+    return f"{both} -> {half} ; two: whole"
+
+
+def _glu_backward(node: Node, types: Types) -> str:
+    rank = len(types[node.refs()[0]].shape)
+    both, half = _halves(rank, normal_dim(node.args[2], rank))
+    return f"{half}, {both} -> {both} ; two: whole"
+
+
+def _pixel_shuffle(node: Node, types: Types) -> str:
+    r = node.args[1]
+    return f"* (c r={r} s={r}) h w -> * c (h r={r}) (w s={r}) ; r: whole, s: whole"
+
+
+def _pixel_unshuffle(node: Node, types: Types) -> str:
+    r = node.args[1]
+    return f"* c (h r={r}) (w s={r}) -> * (c r={r} s={r}) h w ; r: whole, s: whole"
+
+
+def _edge_terms(n: int) -> tuple[str, str, str]:
+    x, y = (" ".join(f"{letter}{i}" for i in range(n)) for letter in "xy")
+    return x, y, ", ".join(f"{f}: whole" for f in (x + " " + y).split())
+
+
+def _edge_pad(n: int) -> Callable[[Node, Types], str]:
+    """Padding of the last ``n`` dims with values from the tensor itself."""
+    x, y, kinds = _edge_terms(n)
+    return lambda node, types: f"* {x} -> * {y} ; {kinds}"
+
+
+def _edge_pad_backward(n: int) -> Callable[[Node, Types], str]:
+    x, y, kinds = _edge_terms(n)
+    return lambda node, types: f"* {y}, * {x} -> * {x} ; {kinds}"
+
+
 def _unfold(node: Node, types: Types) -> str:
     rank = len(types[node.refs()[0]].shape)
     names = letters(rank)
@@ -308,7 +362,8 @@ RULES = (
     Rule("aten.transpose.int", _transpose, "moves", samples=("f[4, 6, 8], 1, 2", "f[4, 6, 8], -1, 0")),
     Rule("aten.t.default", _t, "moves", samples=("f[4, 6]",)),
     Rule("aten.expand.default", _expand, "moves", shape_arg=1, samples=("f[4, 1, 8], (4, 6, 8)", "f[8], (4, 6, 8)")),
-    Rule("aten.slice.Tensor", _slice, "moves", soft=True, local=_slice_local, samples=("f[4, 12], 1, 4, 8", "f[4, 12], 1, 0, 11", "f[4, 12], 0")),
+    Rule("aten.slice.Tensor", _slice, "moves", soft=True, local=_slice_local,
+         samples=("f[4, 12], 1, 4, 8", "f[4, 12], 1, 0, 11", "f[4, 12], 0")),
     Rule("aten.slice_backward.default", _slice_backward, "moves", soft=True, local=_slice_backward_local,
          samples=("f[4, 4], (4, 12), 1, 4, 8, 1", "f[4, 11], (4, 12), 1, 0, 11, 1")),
     Rule("aten.slice_scatter.default", _slice_scatter, "moves", soft=True, local=_slice_scatter_local,
@@ -319,13 +374,32 @@ RULES = (
     Rule("aten.select.int", _select, "moves", samples=("f[4, 6, 2], 1, 2", "f[4, 6], -1, 0")),
     Rule("aten.select_backward.default", _select_backward, "moves", shape_arg=1, samples=("f[4, 2], (4, 6, 2), 1, 2",)),
     Rule("aten.repeat.default", _repeat, "moves", local=_repeat_local, samples=("f[4, 6], (2, 1, 4)", "f[4, 6], (3, 2)")),
-    Rule("aten.repeat_interleave.self_int", _interleave, "moves", local=_interleave_local, samples=("f[4, 6], 2, 1", "f[4, 6], 3, 0", "f[4, 6], 2")),
+    Rule("aten.repeat_interleave.self_int", _interleave, "moves", local=_interleave_local,
+         samples=("f[4, 6], 2, 1", "f[4, 6], 3, 0", "f[4, 6], 2")),
     Rule("aten.flip.default", _flip, "moves", samples=("f[4, 6], (1,)",)),
     Rule("aten.roll.default", _roll, "moves", samples=("f[4, 6], (1,), (1,)", "f[4, 6], (1,)")),
     Rule("aten.constant_pad_nd.default", _pad, _pad_linear, samples=("f[4, 6], (1, 2)", "f[4, 6], (0, 0, 1, 0), 1.5")),
     Rule("aten.tril.default", _triangle, "0", local=_triangle_local, samples=("f[4, 6]", "f[2, 6, 4], 1")),
     Rule("aten.triu.default", _triangle, "0", local=_triangle_local, samples=("f[4, 6]", "f[2, 6, 4], -1")),
     Rule("aten.diagonal.default", _diagonal, "moves", samples=("f[4, 6, 6], 0, 1, 2", "f[4, 4]")),
+    Rule("aten.diagonal_backward.default", _diagonal_backward, "moves", shape_arg=1,
+         samples=("f[4, 6], (4, 6, 6), 0, 1, 2", "f[4], (4, 6), 0, 0, 1")),
+    Rule("aten.glu.default", _glu, samples=("f[4, 12]", "f[4, 8, 6], 1")),
+    Rule("aten.glu_backward.default", _glu_backward, "0", samples=("f[4, 6], f[4, 12], -1",)),
+    Rule("aten.pixel_shuffle.default", _pixel_shuffle, "moves", samples=("f[4, 12, 4, 6], 2",)),
+    Rule("aten.pixel_unshuffle.default", _pixel_unshuffle, "moves", samples=("f[4, 3, 8, 12], 2",)),
+    *(
+        Rule(f"aten.{mode}_pad{n}d.default", _edge_pad(n), "moves", samples=(f"f[{', '.join(['4', '6', *['6', '4', '8'][:n]])}], {pads}",))
+        for mode in ("reflection", "replication")
+        for n, pads in ((1, (1, 2)), (2, (1, 2, 1, 1)), (3, (1, 2, 1, 1, 2, 1)))
+    ),
+    *(
+        Rule(f"aten.{mode}_pad{n}d_backward.default", _edge_pad_backward(n), "0", samples=(sample,))
+        for mode in ("reflection", "replication")
+        for n, sample in (
+            (1, "f[4, 6, 9], f[4, 6, 6], (1, 2)"), (2, "f[4, 6, 8, 7], f[4, 6, 6, 4], (1, 2, 1, 1)"),
+            (3, "f[4, 6, 9, 6, 11], f[4, 6, 6, 4, 8], (1, 2, 1, 1, 2, 1)"),
+        )
+    ),
     Rule("aten.unfold.default", _unfold, "moves", samples=("f[4, 6], 1, 2, 2",)),
 )  # fmt: skip
-

@@ -15,7 +15,8 @@ from autopar.errors import InputError
 from autopar.runtime import random
 
 __all__ = [
-    "arange", "bernoulli", "dropout", "embedding", "embedding_backward", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
+    "arange", "bernoulli", "dropout", "embedding", "embedding_backward", "keep", "normal", "pick", "randint", "tril", "triu",
+    "uniform", "unpick",
 ]  # fmt: skip
 
 
@@ -68,9 +69,7 @@ def dropout(x: Tensor, keep: Tensor, scale: float) -> Tensor:
     return x * keep.to(x.dtype).mul(scale)
 
 
-def arange(
-    length: int, offset: int, start: float, step: float, *, dtype: torch.dtype, device: torch.device | str | None = None
-) -> Tensor:
+def arange(length: int, offset: int, start: float, step: float, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """Elements ``[offset, offset + length)`` of ``start, start + step, start + 2 * step, ...``"""
     index = torch.arange(offset, offset + length, device=device)
     if dtype.is_floating_point:
@@ -94,7 +93,9 @@ def _piece(sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]) 
     return random.Piece(tuple(sizes), tuple(starts), tuple(strides))
 
 
-def keep(key: Tensor, site: int, p: float, shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]) -> Tensor:
+def keep(
+    key: Tensor, site: int, p: float, shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     """Mask of dropout: False with probability ``p``. Atoms as in ``random.Piece``."""
     return random.keep(key, site, _piece(sizes, starts, strides), tuple(shape), p)
 

@@ -102,7 +102,9 @@ def mutants(rule: Rule) -> Iterator[Mutant]:
     rows = [c.row for c in cases]
     kinds = {(f, row.kind(f)) for row in rows for f in row.factors()}
     for factor, kind in sorted(kinds):
-        if not any(f == factor and (row.sizes[f] % 2 == 0 or row.sizes[f] % 3 == 0) for row in rows for f in row.factors()):
+        if not any(
+            f == factor and row.sizes[f] and (row.sizes[f] % 2 == 0 or row.sizes[f] % 3 == 0) for row in rows for f in row.factors()
+        ):
             continue
         if kind == "whole":
             yield Mutant(with_kind(rule, factor, "plain"), "whole becomes plain", f"{factor} plain, not whole")
@@ -117,7 +119,9 @@ def mutants(rule: Rule) -> Iterator[Mutant]:
         yield Mutant(without_invariant(rule, factor), "invariance dropped", f"{factor} sums into an output that doesn't depend on it")
     for group in sorted({s for row in rows for s in row.linear}, key=sorted):
         yield Mutant(
-            with_linear(rule, lambda sets, n, group=group: [s for s in sets if s != group]), "linear set dropped", f"not linear in {sorted(group)}"
+            with_linear(rule, lambda sets, n, group=group: [s for s in sets if s != group]),
+            "linear set dropped",
+            f"not linear in {sorted(group)}",
         )
     if rule.local is not None:
         yield Mutant(replace(rule, local=None), "arguments not localised", "local dropped")
