@@ -35,6 +35,7 @@ class Compiled:
         split: the same with the loop over microbatches.
         local: with collectives, over parameters; gradients by parameter.
         final: over buckets: what is emitted.
+        lifted: the wanted precision changed what nodes compute, not only the types of inputs.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class Compiled:
     final: LocalProgram
     module: Module
     spec: Spec
+    lifted: bool = False
 
 
 def compile_program(
@@ -58,7 +60,6 @@ def compile_program(
     like: Compiled | None = None,
     precision: str | None = None,
     device: Device = GENERIC,
-    compiled_segments: bool = False,
     draw: random.Random | None = None,
     title: str = "",
 ) -> Compiled:
@@ -70,7 +71,9 @@ def compile_program(
         like: an earlier compilation whose parameters stay where they are and whose buckets are kept (another shape, or evaluation).
         draw: draw a random legal layout instead of choosing one: for tests.
     """
-    program = canonicalize(lift(captured, precision))
+    lifted = lift(captured, precision)
+    changed = any(a.args != b.args or a.kwargs != b.kwargs for a, b in zip(captured.nodes, lifted.nodes, strict=True))
+    program = canonicalize(lifted)
     check_program(program)
     count = plan.microbatches or 1
     split = split_microbatches(program, rules, batch_dims, count)
@@ -93,7 +96,7 @@ def compile_program(
     final = bucketize(local, buckets, zero)
     check_local(final)
     module = emit(final, title)
-    return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero))
+    return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), changed)
 
 
 def _shardings(compiled: Compiled) -> dict[str, Sharding]:

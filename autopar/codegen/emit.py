@@ -57,15 +57,19 @@ def layer_of(node: Node) -> str:
     return match.group(1) if match else ""
 
 
-def emit(program: LocalProgram, title: str = "") -> Module:
-    """The module of a local program."""
-    return _Emitter(program, title).run()
+def emit(program: LocalProgram, title: str = "", *, tensor_sites: bool = False) -> Module:
+    """The module of a local program.
+
+    ``tensor_sites`` passes the numbers of random calls as tensors, so that a compiled segment isn't compiled again for each layer.
+    """
+    return _Emitter(program, title, tensor_sites).run()
 
 
 @dataclass
 class _Emitter:
     program: LocalProgram
     title: str
+    tensor_sites: bool = False
     segments: dict[str, str] = field(default_factory=dict)  # text without its name -> name
     texts: list[list[str]] = field(default_factory=list)
     statements: list[_Statement] = field(default_factory=list)
@@ -131,6 +135,10 @@ class _Emitter:
             if node.op == "autopar.accumulate":
                 flush()
                 self.accumulate(node)
+            elif node.op == "autopar.microbatch":
+                flush()
+                wait(node.refs())
+                self.view(node, region)
             elif node.op == "autopar.member":
                 (bucket,) = node.refs()
                 if bucket in pending:
@@ -200,7 +208,9 @@ class _Emitter:
             name = _fresh("start" if isinstance(value, Offset) else "site", names.values())
             names[name] = name
             params.append(name)
-            arguments.append(offset(value) if isinstance(value, Offset) else str(value.value))
+            number = offset(value) if isinstance(value, Offset) else str(value.value)
+            varies = isinstance(value, Site) or "mb" in number
+            arguments.append(f"torch.tensor({number})" if self.tensor_sites and varies else number)
             return name
 
         body: list[str] = []

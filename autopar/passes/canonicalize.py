@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from autopar._torch import infer, resolve
-from autopar.errors import RuleError, UnsupportedError
+from autopar.errors import UnsupportedError
 from autopar.ir.builder import Builder
 from autopar.ir.program import Input, Node, Program, Ref, TensorType
 from autopar.rules.rule import normal_dim
-from autopar.runtime.random import site
+from autopar.runtime.random import REPLACEMENTS, site
 
 KEY = "key"
 Rewrite = Callable[[Builder, Node], Any]
@@ -44,6 +44,12 @@ def canonicalize(program: Program) -> Program:
         elif node.op in REWRITES:
             results = REWRITES[node.op](builder, node)
         else:
+            if node.op in REPLACEMENTS:
+                raise UnsupportedError(
+                    f"the random op {node.op} can't be split over ranks", where=str(node.where),
+                    why="autopar has no form of it that depends on the global element index alone",
+                    hint="build it from rand, randn, randint, bernoulli or dropout",
+                )  # fmt: skip
             results = None
         if results is None:
             builder.emit(node, program.types)
@@ -53,7 +59,7 @@ def canonicalize(program: Program) -> Program:
             if old and new is not None:
                 builder.env[old] = new.name
     inputs = program.inputs
-    if any(KEY in n.refs() for n in builder.nodes):
+    if any(KEY in n.refs() for n in builder.nodes) and not any(i.kind == "key" for i in inputs):
         inputs = (*inputs, Input(KEY, "key", KEY))
         builder.types[KEY] = TensorType(torch.int64, (2,))
     outputs = tuple(replace(o, value=builder.env.get(o.value, o.value)) for o in program.outputs)
@@ -297,7 +303,7 @@ def _keep(b: Builder, shape: tuple[int, ...], number: int, p: float, out: str | 
 def _native_dropout(b: Builder, n: Node, number: int) -> Any:
     x, p, train = n.args
     if train is False:
-        raise RuleError("native_dropout outside training", where=str(n.where))
+        return x, b.call("aten.ones_like.default", x, dtype=torch.bool)
     kind = b.type(x)
     mask = _keep(b, kind.shape, number, p)
     return b.call("autopar.dropout", x, mask, 0.0 if p == 1 else 1.0 / (1.0 - p), types=(kind,)), mask
@@ -314,7 +320,27 @@ def _bernoulli(b: Builder, n: Node, number: int) -> Any:
     return b.call("autopar.bernoulli", Ref(KEY), number, n.args[0], *_place(kind.shape), types=(kind,))
 
 
-def _draw(name: str, like: bool) -> Callable[[Builder, Node, int], Any]:
+def _bernoulli_tensor(b: Builder, n: Node, number: int) -> Any:
+    kind = b.type(n.args[0])
+    probs = b.call("aten.expand.default", n.args[1], kind.shape) if b.type(n.args[1]).shape != kind.shape else n.args[1]
+    drawn = b.call("autopar.bernoulli", Ref(KEY), number, probs, *_place(kind.shape), types=(b.type(probs),))
+    return drawn if b.type(drawn).dtype == kind.dtype else b.call("aten._to_copy.default", drawn, dtype=kind.dtype)
+
+
+def _scaled(name: str, defaults: tuple[float, float]) -> Callable[[Builder, Node, int], Any]:
+    """``uniform(low, high)`` and ``normal(mean, std)`` from the standard draw."""
+
+    def rewrite(b: Builder, n: Node, number: int) -> Any:
+        kind = b.type(n.args[0])
+        first, second = (*n.args[1:], *defaults[len(n.args) - 1 :])[:2]
+        shift, scale = (first, second - first) if name == "uniform" else (first, second)
+        drawn = b.call(f"autopar.{name}", Ref(KEY), number, kind.shape, *_place(kind.shape), kind.dtype, types=(kind,))
+        return b.call("aten.add.Tensor", b.call("aten.mul.Tensor", drawn, scale), shift)
+
+    return rewrite
+
+
+def _draw(name: str) -> Callable[[Builder, Node, int], Any]:
     def rewrite(b: Builder, n: Node, number: int) -> Any:
         (kind,) = infer_types(n.op, tuple(b.type(a) if isinstance(a, Ref) else a for a in n.args), dict(n.kwargs))
         assert kind is not None
@@ -336,12 +362,22 @@ RANDOM: dict[str, tuple[str, Callable[[Builder, Node, int], Any]]] = {
     "aten.native_dropout.default": ("keep", _native_dropout),
     "aten.bernoulli.p": ("keep", _bernoulli_p),
     "aten.bernoulli.default": ("bernoulli", _bernoulli),
-    "aten.rand.default": ("uniform", _draw("uniform", False)),
-    "aten.rand_like.default": ("uniform", _draw("uniform", True)),
-    "aten.randn.default": ("normal", _draw("normal", False)),
-    "aten.randn_like.default": ("normal", _draw("normal", True)),
+    "aten.bernoulli.Tensor": ("bernoulli", _bernoulli_tensor),
+    "aten.uniform.default": ("uniform", _scaled("uniform", (0.0, 1.0))),
+    "aten.normal_functional.default": ("normal", _scaled("normal", (0.0, 1.0))),
+    "aten.rand.default": ("uniform", _draw("uniform")),
+    "aten.rand_like.default": ("uniform", _draw("uniform")),
+    "aten.randn.default": ("normal", _draw("normal")),
+    "aten.randn_like.default": ("normal", _draw("normal")),
     "aten.randint.default": ("randint", _randint),
     "aten.randint.low": ("randint", _randint),
     "aten.randint_like.default": ("randint", _randint),
     "aten.randint_like.low_dtype": ("randint", _randint),
 }
+
+
+def stem_of(op: str) -> str:
+    """The name under which calls of a random op are counted; the in-place form counts with the functional one."""
+    found = {"aten.bernoulli_.float": "aten.bernoulli.p", "aten.bernoulli_.Tensor": "aten.bernoulli.Tensor", "aten.uniform_.default":
+             "aten.uniform.default", "aten.normal_.default": "aten.normal_functional.default"}.get(op, op)  # fmt: skip
+    return RANDOM[found][0] if found in RANDOM else op

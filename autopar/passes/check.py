@@ -12,6 +12,7 @@ from autopar.errors import LayoutError, VerifyError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Program, Ref, TensorType, map_refs
 from autopar.ir.text import show_node
+from autopar.passes.insert_collectives import RANDOM_PLACE
 from autopar.runtime import ops
 
 
@@ -117,6 +118,12 @@ def _infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) 
     space, _, name = op.partition(".")
     if op == "autopar.accumulate":
         return (args[0],)
+    if op == "autopar.keep":
+        return (TensorType(torch.bool, args[3]),)
+    if op == "autopar.bernoulli":
+        return (args[2],)
+    if op in RANDOM_PLACE:
+        return (TensorType(args[-1], args[RANDOM_PLACE[op] - 1]),)
     function = getattr(ops, name) if space == "autopar" else torch.reshape if op in _VIEWS else resolve(op)
     return infer(function, args, dict(kwargs))
 

@@ -1,0 +1,87 @@
+"""The one-process run that every plan must equal: the plain model, its random ops replaced by those that depend on the global element index."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar._torch import ReplaceMode
+from autopar.capture import find_loss
+from autopar.capture.source import Modules
+from autopar.capture.tree import take_batch
+from autopar.passes.canonicalize import stem_of
+from autopar.runtime.random import REPLACEMENTS, site, step_key
+
+
+class ReplaceRandom(ReplaceMode):
+    """Answers every random op as a program of autopar does: by seed, step, module path, call number and element index."""
+
+    def __init__(self, model: nn.Module, seed: int, step: int) -> None:
+        super().__init__()
+        self._modules = Modules(model)
+        self._key = step_key(seed, step)
+        self._calls: dict[tuple[str, str], int] = defaultdict(int)
+
+    def __enter__(self) -> ReplaceRandom:
+        self._entered = self._modules.entered()
+        self._entered.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = str(func)
+        if name not in REPLACEMENTS:
+            return func(*args, **(kwargs or {}))
+        place = (self._modules.current, stem_of(name))
+        number = site(*place, self._calls[place])
+        self._calls[place] += 1
+        return REPLACEMENTS[name](*args, **(kwargs or {}), key=self._key, site=number)
+
+
+@dataclass
+class Trace:
+    """What a run of some steps gave: a loss a step, the gradients of the last step, and the final parameters and buffers."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def plain_steps(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+    clip_grad_norm: float | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Trains ``model`` itself, one step a batch, and records what happened."""
+    trace = Trace()
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    opt = optimizer(named) if optimizer is not None else None
+    for number, batch in enumerate(batches):
+        model.zero_grad(set_to_none=True)
+        tree, tensors = take_batch(batch)
+        with ReplaceRandom(model, seed, number):
+            value = find_loss(model, tree.call(model, tree.fill([t.clone() for t in tensors])), batch, loss)
+            assert value is not None
+        value = value.reshape(())
+        value.backward()
+        trace.losses.append(value.detach())
+        trace.gradients = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
+        if clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_([p for _, p in named], clip_grad_norm)
+        if opt is not None:
+            opt.step()
+    trace.state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return trace

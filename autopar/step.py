@@ -1,0 +1,583 @@
+"""Step: a training step compiled for a mesh, as a user holds it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import _torch
+from autopar.capture import capture, rebuild_output
+from autopar.capture.tree import BatchTree, take_batch
+from autopar.codegen.emit import emit
+from autopar.compiler import Compiled, compile_program
+from autopar.cost.device import GENERIC, Device
+from autopar.errors import InputError, UnsupportedError
+from autopar.inspect import tables
+from autopar.ir.program import Output, Program, Ref
+from autopar.ir.text import show_program
+from autopar.layout.mesh import Mesh
+from autopar.passes.canonicalize import canonicalize
+from autopar.plan.plan import Plan
+from autopar.rules import Rules
+from autopar.runtime import optimizer as opt
+from autopar.runtime.comm import Comm
+from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
+from autopar.runtime.random import step_key
+
+#: path of the extra output of an evaluation: what its loss was divided by.
+WEIGHT = "autopar.weight"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``parallelize`` was given."""
+
+    loss: Callable[[Any, Any], Tensor] | None
+    optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None
+    plan: Plan
+    precision: str | None
+    batch_dim: Any
+    init: str | Callable[[nn.Module], None]
+    clip_grad_norm: float | None
+    seed: int
+    backend: str
+    rules: Rules
+    device: Device = GENERIC
+
+
+@dataclass
+class _Loaded:
+    """A compilation, loaded for running, and how to take its batch apart."""
+
+    compiled: Compiled
+    run: Executable
+    tree: BatchTree
+
+
+class Step:
+    """One training step as a program for this rank. Made by ``autopar.parallelize``.
+
+    Calling it with this rank's rows runs forward, backward and, with an optimizer, the update; it returns the global loss.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, comm: Comm, options: Options, share: dict[Any, Compiled] | None = None) -> None:
+        self._model, self.mesh, self._comm, self._options = model, mesh, comm, options
+        self._share = share  # simulated ranks of one process compile once
+        self._loaded: dict[Any, _Loaded] = {}
+        self._train: Compiled | None = None
+        self._state: State | None = None
+        self._grads: tuple[Tensor, ...] = ()
+        self._plan = options.plan
+        self._waiting: Mapping[str, Tensor] | None = None
+        self._prepared: opt.Prepared | None = None
+        self._closed = False
+        self.metrics: dict[str, Any] = {}
+        self.reports: list[str] = []
+        if options.optimizer is not None:
+            named = [(n, tuple(p.shape), self._dtype(p)) for n, p in model.named_parameters()]
+            frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+            self._prepared = opt.prepare(options.optimizer, named, frozen=frozen, device=comm.device)
+
+    def compile(self, batch: Any) -> None:
+        """Compiles the training step for this rank's rows now instead of at the first call."""
+        self._check_open()
+        self._ready("train", batch)
+
+    # -- training
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One step on this rank's rows.
+
+        Returns the global loss: 0-dim, detached, equal on every rank. Without an optimizer ``.grad`` of ``parameters()`` is overwritten.
+        """
+        self._check_open()
+        begun = time.perf_counter()
+        loaded = self._ready("train", batch)
+        assert self._state is not None
+        state, tensors = self._state, self._tensors(batch, loaded)
+        self._comm.take_records()
+        loss, grads, fresh, _ = loaded.run.run(state, tensors, step_key(self._options.seed, state.step, self._comm.device))
+        assert loss is not None
+        self._grads = grads
+        norm = None
+        limit = self._options.clip_grad_norm
+        if limit is not None:
+            self._grads = tuple(g.clone() for g in grads)  # gradients() gives them before clipping
+            norm = opt.clip(grads, state.buckets, limit, self._comm, state.zero)
+        for part, grad in zip(state.parts, grads, strict=True):
+            part.grad = grad
+        if self._prepared is not None:
+            self._prepared.optimizer.step()
+            for part in state.parts:
+                part.grad = None
+        state.buffers.update(fresh)
+        state.step += 1
+        self._measure(loaded, tensors, loss, norm, time.perf_counter() - begun)
+        return loss.detach()
+
+    def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
+        """The mean loss over batches in eval mode, without gradients, and what it was divided by.
+
+        Each batch's loss counts by its own divisor (its number of valid labels, where the loss is a mean over them; its samples otherwise),
+        so that a short last batch counts what it holds.
+        """
+        self._check_open()
+        total = weight = 0.0
+        for batch in batches:
+            loaded = self._ready("eval", batch)
+            assert self._state is not None
+            tensors = self._tensors(batch, loaded)
+            key = step_key(self._options.seed, self._state.step, self._comm.device)
+            loss, _, _, outputs = loaded.run.run(self._state, tensors, key)
+            if loss is None:
+                raise InputError(f"{type(self._model).__name__} returns no loss to evaluate", hint="pass labels in the batch, or loss=...")
+            at = loaded.compiled.module.outputs.index(WEIGHT) if WEIGHT in loaded.compiled.module.outputs else None
+            share = float(outputs[at]) if at is not None else float(self._rows(tensors, loaded))
+            if share:
+                total += float(loss) * share
+                weight += share
+        return (total / weight if weight else math.nan), weight
+
+    def forward(self, batch: Any) -> Any:
+        """The model's outputs for this rank's rows, in eval mode, without gradients. Outputs without a batch dim are whole."""
+        self._check_open()
+        loaded = self._ready("forward", batch)
+        assert self._state is not None
+        key = step_key(self._options.seed, self._state.step, self._comm.device)
+        _, _, _, outputs = loaded.run.run(self._state, self._tensors(batch, loaded), key)
+        return rebuild_output(loaded.compiled.program.output_tree, outputs)
+
+    # -- data
+
+    def shard(self, batch: Any) -> Any:
+        """This rank's rows of a batch that every rank holds: microbatch outer, data coordinate inner."""
+        tree, tensors = take_batch(batch)
+        dims = self._dims(tree, tensors)
+        ways, count = self.mesh["dp"], self._plan.microbatches or 1
+        index = self._comm.coords.get("dp", 0)
+        out = []
+        for path, tensor, dim in zip(tree.paths, tensors, dims, strict=True):
+            if dim is None:
+                out.append(tensor)
+                continue
+            rows = tensor.shape[dim]
+            if rows % (ways * count):
+                raise InputError(
+                    f"batch input {path!r} has {rows} rows, which {count} microbatches over {ways} data ranks don't divide",
+                    hint=f"a multiple of {ways * count} rows",
+                )
+            split = tensor.unflatten(dim, (count, ways, rows // (ways * count))).select(dim + 1, index)
+            out.append(split.flatten(dim, dim + 1))
+        return tree.fill(out)
+
+    # -- state
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer over this rank's parts."""
+        if self._prepared is None:
+            raise InputError("this step has no optimizer", hint="parallelize(..., optimizer=partial(torch.optim.AdamW, lr=3e-4))")
+        return self._prepared.optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's flat parts, one a bucket: for an optimizer of one's own. Compiled steps only."""
+        return list(self._need().parts)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of the last step by original name, before clipping, on every rank's CPU. Collective."""
+        state = self._need()
+        if not self._grads:
+            raise InputError("there are no gradients yet", hint="call the step first")
+        whole = gather(state, self._grads, self.mesh, self._comm)
+        return {alias: whole[path] for path, aliases in self._names().items() if path in whole for alias in (path, *aliases)}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers under the model's names, on every rank's CPU; tied names share storage. Collective."""
+        state = self._need()
+        assert self._train is not None
+        whole = gather(state, list(state.parts), self.mesh, self._comm)
+        whole |= gather_fixed(state.fixed, {p: s for p, (_, s) in self._train.spec.params.items()}, self.mesh, self._comm)
+        whole |= {path: t.detach().cpu().clone() for path, t in state.buffers.items()}
+        for path, aliases in {**self._names(), **self._buffer_names()}.items():
+            if path in whole:
+                whole |= {alias: whole[path] for alias in aliases}
+        order = self._model.state_dict(keep_vars=True)
+        return {name: whole[name] for name in order if name in whole} | {n: t for n, t in whole.items() if n in dict(self._model.named_parameters())}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the ranks that share its bucket."""
+        state = self._need()
+        flats = self._comm.exchange([p.detach() for p in state.parts], site="state_dict")
+        out: dict[str, Tensor] = dict(state.fixed)
+        for k, bucket in enumerate(state.buckets):
+            group = self.mesh.group(self._comm.rank, bucket.axes) if state.zero else (self._comm.rank,)
+            flat = torch.cat([flats[r][k] for r in group])
+            for m in bucket.members:
+                out[m.path] = flat[m.offset : m.offset + m.numel].view(m.shape)
+        out |= state.buffers
+        for path, aliases in {**self._names(), **self._buffer_names()}.items():
+            if path in out:
+                out |= {alias: out[path] for alias in aliases}
+        return out
+
+    def load_state_dict(self, full: Mapping[str, Tensor]) -> None:
+        """Sets weights and buffers from whole tensors by original name. Before the first batch they are kept until the step is compiled."""
+        wanted = {n for n, _ in self._model.named_parameters()} | {n for n in self._model.state_dict()}
+        missing, unknown = sorted(wanted - set(full)), sorted(set(full) - wanted - set(dict(self._model.named_parameters(remove_duplicate=False))))
+        if missing or unknown:
+            raise InputError("the state doesn't fit the model", why=f"missing {missing[:5]}, unknown {unknown[:5]}")
+        if self._state is None:
+            self._waiting = dict(full)
+            return
+        assert self._train is not None
+        state, coords = self._state, self._comm.coords
+        for k, bucket in enumerate(state.buckets):
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._comm.device)
+            for m in bucket.members:
+                piece = cut(full[m.path].to(self._comm.device), m.sharding, self.mesh, coords)
+                flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
+            with torch.no_grad():
+                state.parts[k].copy_(own(flat, bucket, self._comm, state.zero))
+        for path, (dtype, sharding) in self._train.spec.params.items():
+            state.fixed[path] = cut(full[path].to(self._comm.device), sharding, self.mesh, coords).to(dtype)
+        for path in state.buffers:
+            if path in full:
+                state.buffers[path] = full[path].to(device=self._comm.device, dtype=state.buffers[path].dtype, copy=True)
+
+    def module(self) -> nn.Module:
+        """A copy of the model with the current weights, whole. Collective."""
+        full = self.full_state_dict()
+        out = copy.deepcopy(self._model)
+        if any(t.is_meta for t in (*out.parameters(), *out.buffers())):
+            out = out.to_empty(device="cpu")
+        named = {**dict(out.named_parameters(remove_duplicate=False)), **dict(out.named_buffers(remove_duplicate=False))}
+        with torch.no_grad():
+            for name, value in full.items():
+                if name in named:
+                    named[name].copy_(value)
+        return out
+
+    def save(self, folder: str | Path) -> None:
+        """Not supported yet."""
+        raise UnsupportedError("step.save: checkpoints are not supported yet", hint="torch.save(step.full_state_dict(), path) keeps the weights")
+
+    def load(self, folder: str | Path) -> None:
+        """Not supported yet."""
+        raise UnsupportedError("step.load: checkpoints are not supported yet", hint="step.load_state_dict(torch.load(path)) sets the weights")
+
+    # -- looking at it
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with everything that was chosen."""
+        return self._plan
+
+    def explain(self) -> str:
+        """The plan and why it is so, as tables."""
+        return tables.explain(self._need_compiled(), self._plan)
+
+    def graph(self, stage: int = 0, phase: str | None = None) -> str:
+        """The rewritten graph as text; ``phase`` forward or backward shows one."""
+        self._one_stage(stage)
+        final = self._need_compiled().final
+        if phase is not None:
+            final = replace(final, nodes=tuple(n for n in final.nodes if n.phase == phase))
+        return show_program(final)
+
+    def source(self, stage: int = 0) -> str:
+        """The generated module."""
+        self._one_stage(stage)
+        return self._need_compiled().module.source
+
+    def save_source(self, folder: str | Path) -> Path:
+        """Writes the generated module and what it needs to run without the compiler (``autopar.runtime.executor.load``)."""
+        compiled, folder = self._need_compiled(), Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "step.py").write_text(compiled.module.source)
+        (folder / "step.json").write_text(compiled.spec.to_json())
+        if compiled.spec.consts:
+            torch.save(dict(compiled.final.consts), folder / "step.consts.pt")
+        self._plan.save(folder / "plan.json")
+        return folder / "step.py"
+
+    def html(self, path: str | Path) -> None:
+        """Not supported yet."""
+        raise UnsupportedError("step.html: report pages are not supported yet", hint="print(step.explain()), step.save_source(folder)")
+
+    def timeline(self, path: str | Path) -> None:
+        """Not supported yet."""
+        raise UnsupportedError("step.timeline: timelines are not supported yet", hint="step.metrics holds the communication of the last step")
+
+    def close(self) -> None:
+        """Frees process groups and buffers. The step can't be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._loaded.clear()
+            self._state, self._grads = None, ()
+            closer = getattr(self._comm, "close", None)
+            if closer is not None:
+                closer()
+
+    # -- inside
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this step is closed")
+
+    def _one_stage(self, stage: int) -> None:
+        if stage != 0:
+            raise InputError(f"there is no stage {stage}", why="without a pipeline there is one stage, 0")
+
+    def _need(self) -> State:
+        if self._state is None:
+            raise InputError("the step isn't compiled yet", hint="pass example=batch to parallelize, or call the step once")
+        return self._state
+
+    def _need_compiled(self) -> Compiled:
+        self._need()
+        assert self._train is not None
+        return self._train
+
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        wanted = {"fp32": torch.float32, "fp64": torch.float64}.get(self._options.precision or "")
+        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+
+    def _names(self) -> dict[str, tuple[str, ...]]:
+        assert self._train is not None
+        return {i.path: i.aliases for i in self._train.program.inputs_of("param")}
+
+    def _buffer_names(self) -> dict[str, tuple[str, ...]]:
+        assert self._train is not None
+        return {i.path: i.aliases for i in self._train.program.inputs_of("buffer")}
+
+    def _dims(self, tree: BatchTree, tensors: Sequence[Tensor]) -> list[int | None]:
+        """Which dim of every leaf counts samples. Raises InputError where one number for all leaves is ambiguous."""
+        given = self._options.batch_dim
+        if given is None or isinstance(given, int):
+            dims = [given if t.dim() else None for t in tensors]
+            sizes = {p: t.shape[d] for p, t, d in zip(tree.paths, tensors, dims, strict=True) if d is not None and d < t.dim()}
+            if len(set(sizes.values())) > 1:
+                raise InputError(
+                    f"the leaves of the batch differ in size along dim {given}: {sizes}",
+                    why="a leaf that doesn't count samples there must not be split",
+                    hint="batch_dim= a tree like the batch, with None for leaves that are not per sample",
+                )
+            return dims
+        leaves = _torch.tree_leaves(_torch.tree_map(lambda d: -1 if d is None else d, given))
+        if isinstance(given, (tuple, list)) and len(leaves) != len(tensors):
+            raise InputError(f"batch_dim has {len(leaves)} leaves, the batch {len(tensors)} tensors", hint="a tree like the batch")
+        if isinstance(given, Mapping):
+            paths = dict(zip(*_torch.tree_paths(_torch.tree_map(lambda d: -1 if d is None else d, dict(given)))[:2], strict=True))
+            unknown = [p for p in tree.paths if p not in paths]
+            if unknown:
+                raise InputError(f"batch_dim doesn't name the batch leaf {unknown[0]!r}", hint="a tree like the batch")
+            leaves = [paths[p] for p in tree.paths]
+        return [None if d == -1 else int(d) for d in leaves]
+
+    def _rows(self, tensors: Sequence[Tensor], loaded: _Loaded) -> int:
+        """Samples of the global batch; 1 where nothing counts samples."""
+        dims = self._dims(loaded.tree, tensors)
+        return next((t.shape[d] * self.mesh["dp"] for t, d in zip(tensors, dims, strict=True) if d is not None), 1)
+
+    def _tensors(self, batch: Any, loaded: _Loaded) -> list[Tensor]:
+        _, tensors = take_batch(batch)
+        wanted = {"fp32": torch.float32, "fp64": torch.float64}.get(self._options.precision or "")
+        out = []
+        for t in tensors:
+            t = t.to(self._comm.device)
+            out.append(t.to(wanted) if wanted is not None and t.is_floating_point() else t)
+        return out
+
+    def _ready(self, kind: str, batch: Any) -> _Loaded:
+        """The program for this kind of call and these shapes, compiled at its first use."""
+        tree, tensors = take_batch(batch)
+        signature = (kind, tree.form, tree.paths, str(tree.leaves), tuple((t.dtype, tuple(t.shape)) for t in tensors))
+        if signature not in self._loaded:
+            if kind != "train" and self._train is None:
+                self._ready("train", batch)
+            self._loaded[signature] = self._compile(signature, tree, tensors)
+        return self._loaded[signature]
+
+    def _compile(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
+        """Compiles for one kind of call and one set of shapes; the first is the training step, whose layout the others keep."""
+        kind, begun = signature[0], time.perf_counter()
+        self._agree(kind, tree, tensors)
+        compiled = self._share.get(signature) if self._share is not None else None
+        if compiled is None:
+            compiled = self._program(kind, tree, tensors)
+            if self._share is not None:
+                self._share[signature] = compiled
+        run = self._load(compiled)
+        if self._train is None:
+            self._begin(compiled)
+        else:
+            self.reports.append(f"compiled {kind} for batch shapes {[tuple(t.shape) for t in tensors]} in {time.perf_counter() - begun:.1f} s")
+        return _Loaded(compiled, run, tree)
+
+    def _begin(self, compiled: Compiled) -> None:
+        """Takes the first compilation: its plan, the weights in its layout, the optimizer over its parts."""
+        self._train = compiled
+        self._plan = self._plan.filled(
+            zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, mesh=str(self.mesh),
+            seconds=dict(compiled.layout.seconds),
+            parameters={i.path: str(compiled.local.shardings[i.name]) for i in compiled.program.inputs_of("param")},
+        )  # fmt: skip
+        self._state = self._weights(compiled)
+        if self._prepared is not None:
+            parts: dict[int, list[nn.Parameter]] = {}
+            for bucket, part in zip(self._state.buckets, self._state.parts, strict=True):
+                if bucket.group != opt.LEFT_OUT:
+                    parts.setdefault(bucket.group, []).append(part)
+            opt.attach(self._prepared, parts)
+
+    def _program(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
+        """Captures on the global batch and compiles."""
+        dims = self._dims(tree, tensors)
+        count = (self._plan.microbatches or 1) if kind == "train" else 1
+        shapes = []
+        for path, t, dim in zip(tree.paths, tensors, dims, strict=True):
+            shape = list(t.shape)
+            if dim is not None:
+                if not -t.dim() <= dim < t.dim():
+                    raise InputError(f"batch_dim {dim} of batch leaf {path!r} doesn't exist in shape {tuple(shape)}")
+                if shape[dim] % count:
+                    raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
+                shape[dim] *= self.mesh["dp"]
+            shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
+        captured = capture(self._model, tree.fill(shapes), loss=self._options.loss, train=kind == "train", grads=kind == "train")
+        captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
+        batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
+        plan = self._plan if kind == "train" else replace(self._plan, microbatches=1)
+        groups = self._prepared.group_of if self._prepared is not None else {}
+        return compile_program(
+            captured, self.mesh, plan, self._options.rules, batch_dims, groups=groups, like=self._train, precision=self._options.precision,
+            device=self._options.device, title=f"{type(self._model).__name__}: the {kind} step of one rank.",
+        )  # fmt: skip
+
+    def _load(self, compiled: Compiled) -> Executable:
+        segment = None
+        source = compiled.module.source
+        if self._options.backend == "inductor":
+            source = emit(compiled.final, "", tensor_sites=True).source
+
+            def segment(fn: Callable[..., Any]) -> Callable[..., Any]:
+                return torch.compile(fn, dynamic=False, fullgraph=True)
+
+        return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
+
+    def _agree(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> None:
+        """All ranks hold one model, seed and kind of batch; ranks of one data coordinate hold the same rows. Raises InputError on every rank."""
+        if self.mesh.size == 1:
+            return
+        shapes = [(p, str(t.dtype), tuple(t.shape)) for p, t in zip(tree.paths, tensors, strict=True)]
+        rows = _digest(tensors) if not any(t.is_meta for t in tensors) else ""
+        model = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in self._model.named_parameters()]
+        mine = {"batch shapes": shapes, "model": hashlib.sha256(repr(model).encode()).hexdigest(), "seed": self._options.seed,
+                "plan": self._plan.text(), "call": kind, "torch": torch.__version__, "training flag": self._model.training}  # fmt: skip
+        everyone = self._comm.exchange((mine, self._comm.coords.get("dp", 0), rows), site="agree")
+        for rank, (theirs, _, _) in enumerate(everyone):
+            for name, value in everyone[0][0].items():
+                if theirs[name] != value:
+                    raise InputError(f"rank {rank} has another {name} than rank 0", why=f"{theirs[name]} against {value}")
+        first: dict[int, tuple[int, str]] = {}
+        for rank, (_, data, digest) in enumerate(everyone):
+            other, known = first.setdefault(data, (rank, digest))
+            if known != digest:
+                raise InputError(
+                    f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
+                    hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
+                )
+
+    def _weights(self, compiled: Compiled) -> State:
+        """The state that holds the model's weights, as ``init`` says."""
+        model, how = self._model, self._options.init
+        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        buffers: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+        if self._waiting is not None:
+            named, buffers = {**named, **self._waiting}, {**buffers, **{k: v for k, v in self._waiting.items() if k in buffers}}
+        elif callable(how):
+            model = copy.deepcopy(model).to_empty(device="cpu")
+            how(model)
+            named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+        on_meta = [n for n, t in (*named.items(), *buffers.items()) if t.is_meta]
+        if on_meta:
+            raise InputError(
+                f"{on_meta[0]} is on meta: it has no values", why=f"{len(on_meta)} tensors are",
+                hint="init= a function that fills a module, or step.load_state_dict(full) before the first step",
+            )  # fmt: skip
+        if self.mesh.size > 1 and how == "check":
+            digests = self._comm.exchange({n: _digest([t]) for n, t in (*named.items(), *buffers.items())}, site="init")
+            for rank, theirs in enumerate(digests):
+                differ = [n for n in digests[0] if theirs.get(n) != digests[0][n]]
+                if differ:
+                    raise InputError(
+                        f"rank {rank} has other values of {differ[0]} than rank 0", why=f"{len(differ)} tensors differ",
+                        hint='seed every rank alike before building the model, or init="broadcast"',
+                    )  # fmt: skip
+
+        def value(path: str) -> Tensor:
+            if self.mesh.size > 1 and how == "broadcast":
+                return self._comm.exchange(named[path].detach().cpu() if self._comm.rank == 0 else None, site="init")[0]
+            return named[path]
+
+        if self.mesh.size > 1 and how == "broadcast":
+            buffers = self._comm.exchange({k: v.cpu() for k, v in buffers.items()} if self._comm.rank == 0 else None, site="init")[0]
+        return make_state(compiled.spec, value, buffers, self._comm)
+
+    def _measure(self, loaded: _Loaded, tensors: Sequence[Tensor], loss: Tensor, norm: Any, seconds: float) -> None:
+        records = self._comm.take_records()
+        tokens = max((t.numel() for t in tensors), default=0) * self.mesh["dp"]
+        sent: dict[str, int] = {}
+        waited: dict[str, float] = {}
+        for r in records:
+            axis = "+".join(r.axes)
+            sent[axis] = sent.get(axis, 0) + r.bytes
+            waited[axis] = waited.get(axis, 0.0) + r.seconds_start + r.seconds_wait_exposed
+        self.metrics = {
+            "loss": loss, "grad_norm": norm, "step_s": seconds, "tokens_per_s": tokens / seconds if seconds else 0.0,
+            "comm_bytes": sent, "exposed_comm_s": waited, "records": records,
+        }  # fmt: skip
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    h = hashlib.sha256()
+    for t in tensors:
+        h.update(repr((t.dtype, tuple(t.shape))).encode())
+        h.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()
+
+
+def _wanted_outputs(program: Program, kind: str) -> Program:
+    """The outputs that a kind of call returns: training its loss, gradients and buffers; evaluation its loss and divisor; forward the model's outputs."""
+    if kind == "train":
+        return replace(program, outputs=tuple(o for o in program.outputs if o.kind != "output"))
+    if kind == "forward":
+        return replace(program, outputs=tuple(o for o in program.outputs if o.kind == "output"))
+    outputs = [o for o in program.outputs if o.kind == "loss"]
+    divisor = _divisor(program, outputs[0].value) if outputs else None
+    if divisor is not None:
+        outputs.append(Output(divisor, "output", WEIGHT))
+    return replace(program, outputs=tuple(outputs))
+
+
+def _divisor(program: Program, loss: str) -> str | None:
+    """The tensor by which the last division of a canonical program divides its loss: a count of labels, say."""
+    producers = program.producers()
+    node = producers.get(loss)
+    while node is not None and node.op in ("aten._to_copy.default", "aten.view.default", "aten.squeeze.default"):
+        node = producers.get(node.refs()[0])
+    if node is not None and node.op == "aten.div.Tensor" and isinstance(node.args[1], Ref) and program.types[node.args[1].name].shape == ():
+        return node.args[1].name
+    return None
+
+
+__all__ = ["Options", "Step"]
