@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.tree import take_batch
+from autopar.compare import Report, Run, compare
 from autopar.cost.device import GENERIC
 from autopar.errors import InputError, UnsupportedError
 from autopar.layout.mesh import Mesh
@@ -21,7 +22,6 @@ from autopar.runtime.comm import Comm, DistComm
 from autopar.runtime.launch import init as join
 from autopar.runtime.sim import SimComm, run_simulated
 from autopar.step import Options, Step
-from autopar.verify import Report, Run, compare
 
 Optimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]
