@@ -136,6 +136,9 @@ RULES = (
     *(Rule(f"aten.{op}.default", _made_from, linear, shape_arg=1, samples=(f"f[4, 6], (6, 2){rest}", f"f[], (4, 6){rest}"))
       for op, linear, rest in (("new_full", "", ", 2.5"), ("new_zeros", "0", ""), ("new_ones", "", ""))),
     Rule("aten.zeros_like.default", "* -> *", "moves", samples=("f[4, 6]",)),
+    Rule("aten.empty_like.default", "* -> *", "moves", samples=("f[4, 6]",)),
+    Rule("aten.empty.memory_format", _made, shape_arg=0, samples=("(4, 6)",)),
+    Rule("aten.new_empty.default", _made_from, "0", shape_arg=1, samples=("f[4, 6], (6, 2)",)),
     Rule("aten.ones_like.default", "* -> *", samples=("f[4, 6]",)),
     Rule("aten.full_like.default", "* -> *", samples=("f[4, 6], 2.5",)),
     _random_rule("keep", 4, f"key, 7, 0.3, (4, 6), {_ATOMS}", f"key, 7, 0.3, (4, 6), {_ATOMS2}", shape_arg=3),

@@ -26,6 +26,8 @@ NO_FAULTS = {
     "aten.convolution_backward.default: local dropped": "the op only asks whether there is a bias, not how long it is",
     "aten.new_zeros.default: e0 sums into an output that doesn't depend on it": "a sum of zeros is zero",
     "aten.new_zeros.default: e1 sums into an output that doesn't depend on it": "a sum of zeros is zero",
+    "aten.new_empty.default: e0 sums into an output that doesn't depend on it": "nothing is known of the output but its shape",
+    "aten.new_empty.default: e1 sums into an output that doesn't depend on it": "nothing is known of the output but its shape",
     "aten.nan_to_num.default: linear in [0]": "true for finite numbers",
     "aten.xlogy.Tensor: linear in [0]": "true for finite logarithms",
     "aten.pixel_shuffle.default: r and s swapped in the output": "two whole factors of one size",
@@ -36,6 +38,8 @@ NO_FAULTS = {
 @pytest.mark.parametrize("op", sorted(DEFAULT.table))
 def test_row_holds(op: str) -> None:
     rule = DEFAULT[op]
+    if op.startswith("transformers."):
+        pytest.importorskip("transformers", reason="the op is registered by transformers")
     assert rule.samples, "a row without a sample isn't checked"
     report = check(rule)
     assert report.ok, str(report)
@@ -49,6 +53,8 @@ def test_every_op_has_one_rule() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__.rpartition(".")[2])
 def test_seeded_faults_are_caught(family: object) -> None:
     rules: tuple[Rule, ...] = family.RULES  # type: ignore[attr-defined]
+    if any(rule.op.startswith("transformers.") for rule in rules):
+        pytest.importorskip("transformers", reason="some ops are registered by transformers")
     seeded = [m for rule in rules for m in mutants(rule)]
     missed = [str(m) for m in seeded if check(m.rule, first=True).ok]
     assert [m for m in missed if m not in NO_FAULTS] == [], f"of {len(seeded)} seeded faults"
