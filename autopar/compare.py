@@ -153,7 +153,11 @@ def compare(
             break
     first_names = set(reference.gradients)
     add("gradient", {n: g for n, g in runs[0].gradients.items() if n in first_names or n not in _tied(compiled)}, reference.gradients)
-    add("state", {n: t for n, t in runs[0].state.items() if n in reference.state}, reference.state)
+    before = {**dict(start.named_parameters()), **dict(start.named_buffers())}
+    held = {n: t for n, t in {**runs[0].pieces, **runs[0].state}.items() if n in reference.state}
+    # a buffer that no step reads or writes isn't held anywhere
+    idle = {n for n, t in reference.state.items() if n not in held and n in before and torch.equal(before[n], t)}
+    add("state", held, {n: t for n, t in reference.state.items() if n not in idle})
     replicas = _replicas(runs, mesh, compiled)
     report = Report(mesh, tuple(rows), replicas, notes=tuple(notes))
     if not report.ok:

@@ -210,8 +210,9 @@ class Step:
         for path, aliases in {**self._names(), **self._buffer_names()}.items():
             if path in whole:
                 whole |= {alias: whole[path] for alias in aliases}
-        order = self._model.state_dict(keep_vars=True)
-        return {name: whole[name] for name in order if name in whole} | {n: t for n, t in whole.items() if n in dict(self._model.named_parameters())}
+        named = {**dict(self._model.named_parameters(remove_duplicate=False)), **self._model.state_dict(keep_vars=True)}
+        # a buffer that no step reads isn't held: the model's own
+        return {name: whole[name] if name in whole else t.detach().cpu().clone() for name, t in named.items() if isinstance(t, Tensor)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the ranks that share its bucket."""
