@@ -81,16 +81,16 @@ def prepare(
     group_of = {name: LEFT_OUT for name, _ in given}
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            name = names.get(id(p))
-            if name is None:
+            known = names.get(id(p))
+            if known is None:
                 raise InputError(
                     f"the optimizer has a parameter of shape {list(p.shape)} that its factory was not given",
                     where=f"optimizer=, parameter group {index}",
                     hint="build it from the (name, parameter) pairs that the factory gets, not from the model's own parameters",
                 )
-            if group_of[name] != LEFT_OUT:
-                raise InputError(f"the optimizer has parameter {name!r} twice", where=f"optimizer=, parameter group {index}")
-            group_of[name] = index
+            if group_of[known] != LEFT_OUT:
+                raise InputError(f"the optimizer has parameter {known!r} twice", where=f"optimizer=, parameter group {index}")
+            group_of[known] = index
     prepared = Prepared(optimizer, group_of, bool(optimizer.state))
     tried: set[str] = set()
     for index, group in enumerate(optimizer.param_groups):
@@ -169,7 +169,7 @@ def clip(
         own = grad.detach()
         if zero == 0:
             own = own.narrow(0, comm.group(bucket.axes).index * part, part)
-        # squares of 16-bit numbers overflow or vanish in their own format
+        # the norm of 16-bit numbers may not fit, and is rounded coarsely, in their own format
         wide = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else None
         total += torch.linalg.vector_norm(own, dtype=wide).double().square()
     norm = comm.all_reduce(total, norm_axes(comm.mesh), site=site).wait().sqrt().reshape(())
@@ -185,7 +185,7 @@ def clip(
 def _call(factory: Factory, given: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
         raise InputError(
-            f"optimizer= takes a factory, not {_article(type(factory).__name__)}",
+            f"optimizer= takes a factory, but is of type {type(factory).__name__}",
             hint="functools.partial(torch.optim.AdamW, lr=3e-4), or a function of a list of (name, parameter) pairs",
         )
     try:
@@ -196,7 +196,7 @@ def _call(factory: Factory, given: list[tuple[str, nn.Parameter]]) -> torch.opti
             hint="it gets a list of (name, parameter) pairs; the parameters have the original shapes and no values",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"the factory given as optimizer= returned {_article(type(optimizer).__name__)}, not a torch optimizer")
+        raise InputError(f"the factory given as optimizer= returned no torch optimizer but a value of type {type(optimizer).__name__}")
     return optimizer
 
 
@@ -337,7 +337,3 @@ def _fixed_random(device: torch.device) -> Iterator[Callable[[], bool]]:
 def _text(error: Exception) -> str:
     """An error of other people's code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
