@@ -525,12 +525,12 @@ def test_clip_of_short_formats_and_of_nothing() -> None:
     empty = bucket("e", {"q": (0, 3)}, mesh, ("dp",))
 
     def rank(comm: Comm) -> tuple[float, float]:
-        grads = [torch.full((2,), 5e4, dtype=torch.float16), torch.zeros(0, dtype=F64)]  # the norm of two is beyond float16
+        grads = [torch.full((2,), 49152.0, dtype=torch.float16), torch.zeros(0, dtype=F64)]  # the norm of two is beyond float16
         norm = clip(grads, [b, empty], 1000.0, comm, 1)
         assert clip([], [], 1.0, comm, 1).item() == 0.0
         return norm.item(), grads[0][0].item()
 
-    assert run_simulated(mesh, rank) == [(pytest.approx(1e5), 500.0)] * 2
+    assert run_simulated(mesh, rank) == [(pytest.approx(98304), 500.0)] * 2
 
 
 def test_clip_refuses_other_sizes() -> None:
