@@ -55,6 +55,7 @@ class Model:
         lp.a_matrix_.value_ = np.array([v for r in self.rows for v in r[3]])
         lp.integrality_ = [highspy.HighsVarType.kInteger if i else highspy.HighsVarType.kContinuous for i in self.integer]
         solver = highspy.Highs()
+        solver.setOptionValue("log_to_console", False)
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("time_limit", seconds)
         solver.setOptionValue("mip_rel_gap", gap)
