@@ -310,6 +310,11 @@ class Step:
         self._plan.save(folder / "plan.json")
         return folder / "step.py"
 
+    def executable(self) -> Executable:
+        """The loaded module of the training step: for timing it."""
+        compiled = self._need_compiled()
+        return next(held.run for held in self._loaded.values() if held.compiled is compiled)
+
     def html(self, path: str | Path) -> None:
         """Not supported yet."""
         raise UnsupportedError("step.html: report pages are not supported yet", hint="print(step.explain()), step.save_source(folder)")
@@ -361,28 +366,7 @@ class Step:
         return {i.path: i.aliases for i in self._train.program.inputs_of("buffer")}
 
     def _dims(self, tree: BatchTree, tensors: Sequence[Tensor]) -> list[int | None]:
-        """Which dim of every leaf counts samples. Raises InputError where one number for all leaves is ambiguous."""
-        given = self._options.batch_dim
-        if given is None or isinstance(given, int):
-            dims = [given if t.dim() else None for t in tensors]
-            sizes = {p: t.shape[d] for p, t, d in zip(tree.paths, tensors, dims, strict=True) if d is not None and d < t.dim()}
-            if len(set(sizes.values())) > 1:
-                raise InputError(
-                    f"the leaves of the batch differ in size along dim {given}: {sizes}",
-                    why="a leaf that doesn't count samples there must not be split",
-                    hint="batch_dim= a tree like the batch, with None for leaves that are not per sample",
-                )
-            return dims
-        leaves = _torch.tree_leaves(_torch.tree_map(lambda d: -1 if d is None else d, given))
-        if isinstance(given, (tuple, list)) and len(leaves) != len(tensors):
-            raise InputError(f"batch_dim has {len(leaves)} leaves, the batch {len(tensors)} tensors", hint="a tree like the batch")
-        if isinstance(given, Mapping):
-            paths = dict(zip(*_torch.tree_paths(_torch.tree_map(lambda d: -1 if d is None else d, dict(given)))[:2], strict=True))
-            unknown = [p for p in tree.paths if p not in paths]
-            if unknown:
-                raise InputError(f"batch_dim doesn't name the batch leaf {unknown[0]!r}", hint="a tree like the batch")
-            leaves = [paths[p] for p in tree.paths]
-        return [None if d == -1 else int(d) for d in leaves]
+        return find_dims(self._options.batch_dim, tree, tensors)
 
     def _rows(self, tensors: Sequence[Tensor], loaded: _Loaded) -> int:
         """Samples of the global batch; 1 where nothing counts samples."""
@@ -427,11 +411,7 @@ class Step:
     def _begin(self, compiled: Compiled) -> None:
         """Takes the first compilation: its plan, the weights in its layout, the optimizer over its parts."""
         self._train = compiled
-        self._plan = self._plan.filled(
-            zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, mesh=str(self.mesh),
-            seconds=dict(compiled.layout.seconds),
-            parameters={i.path: str(compiled.local.shardings[i.name]) for i in compiled.program.inputs_of("param")},
-        )  # fmt: skip
+        self._plan = filled_plan(self._plan, compiled)
         self._state = self._weights(compiled)
         if self._prepared is not None:
             parts: dict[int, list[nn.Parameter]] = {}
@@ -442,27 +422,8 @@ class Step:
 
     def _program(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
         """Captures on the global batch and compiles."""
-        dims = self._dims(tree, tensors)
-        count = (self._plan.microbatches or 1) if kind == "train" else 1
-        shapes = []
-        for path, t, dim in zip(tree.paths, tensors, dims, strict=True):
-            shape = list(t.shape)
-            if dim is not None:
-                if not -t.dim() <= dim < t.dim():
-                    raise InputError(f"batch_dim {dim} of batch leaf {path!r} doesn't exist in shape {tuple(shape)}")
-                if shape[dim] % count:
-                    raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
-                shape[dim] *= self.mesh["dp"]
-            shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
-        captured = capture(self._model, tree.fill(shapes), loss=self._options.loss, train=kind == "train", grads=kind == "train")
-        captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
-        batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
-        plan = self._plan if kind == "train" else replace(self._plan, microbatches=1)
         groups = self._prepared.group_of if self._prepared is not None else {}
-        return compile_program(
-            captured, self.mesh, plan, self._options.rules, batch_dims, groups=groups, like=self._train, precision=self._options.precision,
-            device=self._options.device, title=f"{type(self._model).__name__}: the {kind} step of one rank.",
-        )  # fmt: skip
+        return compile_step(self._model, self.mesh, replace(self._options, plan=self._plan), tree, tensors, kind, groups, self._train)
 
     def _load(self, compiled: Compiled) -> Executable:
         segment = None
@@ -549,6 +510,79 @@ class Step:
         }  # fmt: skip
 
 
+def compile_step(
+    model: nn.Module,
+    mesh: Mesh,
+    options: Options,
+    tree: BatchTree,
+    tensors: Sequence[Tensor],
+    kind: str = "train",
+    groups: Mapping[str, int] | None = None,
+    like: Compiled | None = None,
+) -> Compiled:
+    """Captures a model on the global batch and compiles the program of a rank: no processes, and no values of weights or batch, are needed.
+
+    Args:
+        tree, tensors: the rows of one rank, taken apart; only types and shapes matter.
+        kind: what a call returns: ``train``, ``eval`` or ``forward``.
+        groups: the optimizer's parameter group of every path.
+        like: an earlier compilation whose layout of parameters is kept.
+    """
+    dims = find_dims(options.batch_dim, tree, tensors)
+    count = (options.plan.microbatches or 1) if kind == "train" else 1
+    shapes = []
+    for path, t, dim in zip(tree.paths, tensors, dims, strict=True):
+        shape = list(t.shape)
+        if dim is not None:
+            if not -t.dim() <= dim < t.dim():
+                raise InputError(f"batch_dim {dim} of batch leaf {path!r} doesn't exist in shape {tuple(shape)}")
+            if shape[dim] % count:
+                raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
+            shape[dim] *= mesh["dp"]
+        shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
+    captured = capture(model, tree.fill(shapes), loss=options.loss, train=kind == "train", grads=kind == "train")
+    captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
+    batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
+    plan = options.plan if kind == "train" else replace(options.plan, microbatches=1)
+    return compile_program(
+        captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
+        device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.",
+    )  # fmt: skip
+
+
+def filled_plan(plan: Plan, compiled: Compiled) -> Plan:
+    """The plan with everything that a compilation chose."""
+    return plan.filled(
+        zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, mesh=str(compiled.spec.mesh),
+        seconds=dict(compiled.layout.seconds),
+        parameters={i.path: str(compiled.local.shardings[i.name]) for i in compiled.program.inputs_of("param")},
+    )  # fmt: skip
+
+
+def find_dims(given: Any, tree: BatchTree, tensors: Sequence[Tensor]) -> list[int | None]:
+    """Which dim of every leaf counts samples. Raises InputError where one number for all leaves is ambiguous."""
+    if given is None or isinstance(given, int):
+        dims = [given if t.dim() else None for t in tensors]
+        sizes = {p: t.shape[d] for p, t, d in zip(tree.paths, tensors, dims, strict=True) if d is not None and d < t.dim()}
+        if len(set(sizes.values())) > 1:
+            raise InputError(
+                f"the leaves of the batch differ in size along dim {given}: {sizes}",
+                why="a leaf that doesn't count samples there must not be split",
+                hint="batch_dim= a tree like the batch, with None for leaves that are not per sample",
+            )
+        return dims
+    leaves = _torch.tree_leaves(_torch.tree_map(lambda d: -1 if d is None else d, given))
+    if isinstance(given, (tuple, list)) and len(leaves) != len(tensors):
+        raise InputError(f"batch_dim has {len(leaves)} leaves, the batch {len(tensors)} tensors", hint="a tree like the batch")
+    if isinstance(given, Mapping):
+        paths = dict(zip(*_torch.tree_paths(_torch.tree_map(lambda d: -1 if d is None else d, dict(given)))[:2], strict=True))
+        unknown = [p for p in tree.paths if p not in paths]
+        if unknown:
+            raise InputError(f"batch_dim doesn't name the batch leaf {unknown[0]!r}", hint="a tree like the batch")
+        leaves = [paths[p] for p in tree.paths]
+    return [None if d == -1 else int(d) for d in leaves]
+
+
 def _digest(tensors: Sequence[Tensor]) -> str:
     h = hashlib.sha256()
     for t in tensors:
@@ -581,4 +615,4 @@ def _divisor(program: Program, loss: str) -> str | None:
     return None
 
 
-__all__ = ["Options", "Step"]
+__all__ = ["Options", "Step", "compile_step", "filled_plan", "find_dims"]
