@@ -1,0 +1,542 @@
+"""autopar beside torch's own parallelisms, in one run: ``python benchmarks/peers.py`` (``--help`` lists the options).
+
+Every contestant trains the same model from the same weights on the same batches with the same optimizer. All of them live in the same
+two processes of one thread each and take turns, a block of steps at a time, so that whatever else the machine does hits them alike;
+ratios are those of neighbouring blocks. Their losses are compared step by step: the run fails where one computes something else. Memory
+and the first step are measured apart, each contestant alone in fresh processes.
+
+``--links 1gbit`` runs the same processes on two emulated hosts (``hosts.sh``, needs root; without it that link is left out, with the
+reason). ``--check-bytes`` compares the bytes that autopar says it sends with the counters of the hosts' network interfaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTS = Path(__file__).resolve().with_name("hosts.sh")
+sys.path.insert(0, str(ROOT))
+
+#: the contestant that the others are compared with.
+BASE = "DDP"
+#: relative difference of losses from which on two contestants compute different things.
+TOLERANCE = 1e-3
+#: share of the bytes by which autopar's count and the interface's may differ.
+BYTES_TOLERANCE = 0.02
+MIB = 2**20
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Settings:
+    """What a worker is told."""
+
+    names: list[str]
+    model: str = "gpt"
+    preset: str = "bench"
+    batch: int = 8
+    lr: float = 3e-4
+    steps: int = 3
+    blocks: int = 5
+    timeout: float = 900.0
+    check_bytes: bool = False
+
+
+@dataclass
+class Runner:
+    """A contestant, ready to run.
+
+    Attributes:
+        step: one training step on a global batch; this rank's share of the loss (``mean_of_ranks``) or the loss itself.
+        mean_of_ranks: the loss is the mean over ranks of what ``step`` returns.
+        metrics: figures of the last step that the contestant keeps itself, by name.
+    """
+
+    step: Callable[[Batch], Tensor]
+    mean_of_ranks: bool = False
+    metrics: Callable[[], dict[str, float]] = field(default=lambda: dict[str, float]())
+
+
+# -- contestants
+
+
+def build(settings: Settings) -> nn.Module:
+    """The model, from the same weights each time."""
+    torch.manual_seed(0)
+    return importlib.import_module(f"models.{settings.model}").build(settings.preset)
+
+
+def batches(settings: Settings, count: int = 4) -> list[Batch]:
+    """Global batches. Every label counts, so that DDP's mean of the ranks' means is the mean over the batch."""
+    generator = torch.Generator().manual_seed(1)
+    made = [importlib.import_module(f"models.{settings.model}").batch(settings.batch, generator, settings.preset) for _ in range(count)]
+    return [(ids, ids.roll(-1, 1)) for ids, _ in made]
+
+
+def rows(batch: Batch) -> Batch:
+    """This rank's rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ids, labels = (t.tensor_split(world)[rank] for t in batch)
+    return ids, labels
+
+
+def torch_loop(model: nn.Module, settings: Settings, *, shard: bool, params: Any = None) -> Runner:
+    """The loop that everyone writes: loss, backward, AdamW over lists of parameters."""
+    optimizer = torch.optim.AdamW(params or model.parameters(), lr=settings.lr, foreach=True)
+
+    def step(batch: Batch) -> Tensor:
+        loss = model(*(rows(batch) if shard else batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Runner(step, mean_of_ranks=shard)
+
+
+def plain(settings: Settings) -> Runner:
+    """One process, the whole batch."""
+    return torch_loop(build(settings), settings, shard=False)
+
+
+def ddp(settings: Settings, compiled: bool = False) -> Runner:
+    """torch DistributedDataParallel; gradients are views of its buckets, which saves it a copy."""
+    model: nn.Module = torch.nn.parallel.DistributedDataParallel(build(settings), gradient_as_bucket_view=True)
+    return torch_loop(torch.compile(model) if compiled else model, settings, shard=True)  # type: ignore[arg-type]
+
+
+def fsdp2(settings: Settings) -> Runner:
+    """torch ``fully_shard``, a group for each block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = build(settings), init_device_mesh("cpu", (dist.get_world_size(),))
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            for layer in child:
+                fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return torch_loop(model, settings, shard=True)
+
+
+def autopar_step(settings: Settings, axis: str, sequence: bool | None = None, backend: str = "eager") -> Runner:
+    """autopar over one axis, ZeRO-1 as by default."""
+    import autopar
+
+    mesh = autopar.Mesh([(axis, dist.get_world_size())])
+    optimizer = partial(torch.optim.AdamW, lr=settings.lr, foreach=True)
+    plan = autopar.Plan(sequence=sequence)
+    step = autopar.parallelize(build(settings), mesh, optimizer=optimizer, plan=plan, backend=backend)
+
+    def metrics() -> dict[str, float]:
+        sent, exposed = step.metrics["comm_bytes"], step.metrics["exposed_comm_s"]
+        return {"sent": float(sum(sent.values())), "exposed": sum(exposed.values())}
+
+    return Runner(lambda batch: step(step.shard(batch)), metrics=metrics)
+
+
+def dtensor(settings: Settings, sequence: bool) -> Runner:
+    """torch ``parallelize_module`` for ``models/gpt.py``, with vocabulary-parallel embedding and loss.
+
+    The fused projection of q, k and v has no such plan: its rows are first put in order of ranks, and the attention takes its heads by the
+    sizes that it finds.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    world = dist.get_world_size()
+    model: Any = build(settings)
+    for block in model.blocks:
+        attention = block.attention
+        for parameter in (attention.qkv.weight, attention.qkv.bias):
+            by_rank = parameter.data.unflatten(0, (3, world, -1)).transpose(0, 1)
+            parameter.data = by_rank.reshape(parameter.shape).contiguous()
+        attention.forward = partial(_attention, attention, attention.heads // world)
+    between: Any = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "tokens": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": tp.ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+    }
+    layer: dict[str, Any] = {
+        "attention.qkv": tp.ColwiseParallel(),
+        "attention.out": tp.RowwiseParallel(output_layouts=between),
+        "mlp.up": tp.ColwiseParallel(),
+        "mlp.down": tp.RowwiseParallel(output_layouts=between),
+    }
+    if sequence:
+        gather = partial(tp.PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {"positions": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)), "norm": tp.SequenceParallel()}
+        layer |= {"norm1": tp.SequenceParallel(), "norm2": tp.SequenceParallel(), "attention": gather(), "mlp": gather()}
+    plan |= {f"blocks.{n}.{name}": style for n in range(len(model.blocks)) for name, style in layer.items()}
+    tp.parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    groups = [{"params": group} for group in (split, whole) if group]  # lists of both kinds at once are refused
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, foreach=True)
+
+    def step(batch: Batch) -> Tensor:
+        with tp.loss_parallel():
+            logits = model(batch[0])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.full_tensor().detach()
+
+    return Runner(step)
+
+
+def _attention(self: Any, heads: int, x: Tensor) -> Tensor:
+    """``models.gpt.Attention.forward`` on a rank's heads."""
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+    return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+CONTESTANTS: dict[str, Callable[[Settings], Runner]] = {
+    "plain": plain,
+    "DDP": ddp,
+    "autopar dp": partial(autopar_step, axis="dp"),
+    "FSDP2": fsdp2,
+    "DTensor tp": partial(dtensor, sequence=False),
+    "autopar tp": partial(autopar_step, axis="tp"),
+    "DTensor tp+seq": partial(dtensor, sequence=True),
+    "autopar tp+seq": partial(autopar_step, axis="tp", sequence=True),
+    "DDP compiled": partial(ddp, compiled=True),
+    "autopar dp compiled": partial(autopar_step, axis="dp", backend="inductor"),
+}
+#: those that run unless ``--only`` says otherwise.
+USUAL = ["plain", "DDP", "autopar dp", "FSDP2", "DTensor tp", "autopar tp", "DTensor tp+seq", "autopar tp+seq"]
+
+
+# -- what a rank does
+
+
+def interface_bytes() -> int | None:
+    """Bytes that this host's network interface has sent; None where all ranks share one."""
+    path = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    emulated = os.environ.get("GLOO_SOCKET_IFNAME") == "eth0"
+    return int(path.read_text()) if emulated and path.exists() else None
+
+
+def peak_rss() -> float:
+    """Largest resident memory of this process since the last ``forget_peak``, in MiB."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def forget_peak() -> None:
+    """Starts the peak anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def everyone(value: Any) -> list[Any]:
+    """Every rank's value."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def race(settings: Settings) -> dict[str, Any]:
+    """Alternating blocks of steps of all contestants; the first block warms up. Times are those of the slowest rank."""
+    data = batches(settings)
+    here = [name for name in settings.names if name != "plain" or dist.get_rank() == 0]
+    runners, first = {}, {}
+    for name in settings.names:
+        dist.barrier()
+        begun = time.perf_counter()
+        if name in here:
+            runners[name] = CONTESTANTS[name](settings)
+        first[name] = time.perf_counter() - begun
+    losses: dict[str, list[Tensor]] = {name: [] for name in settings.names}
+    seconds: dict[str, list[float]] = {name: [] for name in settings.names}
+    wire: dict[str, list[float]] = {name: [] for name in settings.names}
+    own: dict[str, list[dict[str, float]]] = {name: [] for name in settings.names}
+    for block in range(settings.blocks + 1):
+        turn = block % len(settings.names)
+        for name in settings.names[turn:] + settings.names[:turn]:
+            dist.barrier()
+            sent, begun = interface_bytes(), time.perf_counter()
+            if name in here:
+                for n in range(settings.steps):
+                    losses[name].append(runners[name].step(data[(block * settings.steps + n) % len(data)]))
+                    if block == 0 and n == 0:
+                        first[name] += time.perf_counter() - begun
+                    if block:
+                        own[name].append(runners[name].metrics())
+            took = time.perf_counter() - begun
+            dist.barrier()
+            after = interface_bytes()
+            if block:
+                seconds[name].append(took / settings.steps)
+                if sent is not None and after is not None:
+                    wire[name].append((after - sent) / settings.steps)
+    peak = 0.0
+    if len(settings.names) == 1:
+        whole, name = peak_rss(), settings.names[0]
+        forget_peak()
+        dist.barrier()
+        if name in here:
+            for n in range(2):
+                losses[name].append(runners[name].step(data[n]))
+        peak = peak_rss()
+    else:
+        whole = 0.0
+    mine = {
+        "losses": {name: [float(loss) for loss in values] for name, values in losses.items()},
+        "seconds": seconds, "wire": wire, "own": own, "first": first, "peak": peak, "whole": whole,
+    }  # fmt: skip
+    ranks = everyone(mine)
+    means = {name for name, runner in runners.items() if runner.mean_of_ranks}
+
+    def loss(name: str) -> list[float]:
+        told = [r["losses"][name] for r in ranks]
+        return [sum(values) / len(values) for values in zip(*told)] if name in means else told[0]
+
+    def mean(name: str, key: str) -> float | None:
+        values = [m[key] for m in ranks[0]["own"][name] if key in m]
+        return statistics.median(values) if values else None
+
+    return {
+        name: {
+            "losses": loss(name),
+            "seconds": [max(values) for values in zip(*(r["seconds"][name] for r in ranks))],
+            "first": max(r["first"][name] for r in ranks),
+            "wire": statistics.median(ranks[0]["wire"][name]) if ranks[0]["wire"][name] else None,
+            "sent": mean(name, "sent"),
+            "exposed": mean(name, "exposed"),
+            "peak": max(r["peak"] for r in ranks[: 1 if name == "plain" else None]),
+            "whole": max(r["whole"] for r in ranks[: 1 if name == "plain" else None]),
+        }
+        for name in settings.names
+    }
+
+
+def count_bytes(settings: Settings) -> list[list[Any]]:
+    """Collectives of large tensors: (ranks, kind, MiB of the whole tensor, bytes counted, bytes at the interface), of the worst rank."""
+    from autopar import Mesh
+    from autopar.runtime.comm import DistComm
+
+    world = dist.get_world_size()
+    comm = DistComm(Mesh(dp=world))
+    comm.prepare([("dp",)])
+    comm.all_reduce(torch.ones(1), ("dp",)).wait()
+    comm.take_records()
+    lines = []
+    for size in (24, 64):
+        whole = torch.ones(size * MIB // 4)
+        part = torch.ones(whole.numel() // world)
+        starts: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(comm.all_reduce, whole, ("dp",)),
+            "reduce_scatter": partial(comm.reduce_scatter, whole, ("dp",)),
+            "all_gather": partial(comm.all_gather, part, ("dp",)),
+            "all_to_all": partial(comm.all_to_all, whole.view(world, -1), ("dp",), 0, 1),
+        }
+        for kind, start in starts.items():
+            comm.barrier()
+            time.sleep(0.2)  # what is on its way has left the interface
+            before = interface_bytes()
+            start().wait()
+            comm.barrier()
+            time.sleep(0.2)
+            after = interface_bytes()
+            assert before is not None and after is not None, "only on emulated hosts does each rank have an interface of its own"
+            counted = sum(r.bytes for r in comm.take_records())
+            told = everyone((counted, after - before))
+            worst = max(told, key=lambda pair: abs(pair[1] / pair[0] - 1))
+            lines.append([world, kind, size, *worst])
+    comm.close()
+    return lines
+
+
+def worker(settings: Settings, out: Path) -> None:
+    """One rank. Rank 0 writes what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = count_bytes(settings) if settings.check_bytes else race(settings)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- starting ranks
+
+
+def hosts_missing() -> str:
+    """Why hosts can't be emulated here; "" if they can."""
+    if os.geteuid() != 0:
+        return "emulated hosts need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"emulated hosts need iproute2: {', '.join(missing)} not found"
+    tried = subprocess.run([str(HOSTS), "2", "1gbit", "true"], capture_output=True, text=True, timeout=60)
+    return "" if tried.returncode == 0 else f"hosts can't be emulated here: {(tried.stderr.strip().splitlines() or ['unknown reason'])[-1]}"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_ranks(settings: Settings, link: str, ranks: int = 2) -> Any:
+    """Runs the workers on this host or on emulated ones, and returns what they found. Raises RuntimeError with their last words."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "found.json"), Path(folder, "log")
+        told = json.dumps(settings.__dict__)
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", told, "--out", str(out)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), "HOSTS_LOG": str(log)}
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            with open(f"{log}.0", "wb") as first:
+                if link == "loopback":
+                    for rank in range(ranks):
+                        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+                        with open(f"{log}.{rank}", "wb") as text:
+                            own |= {"GLOO_SOCKET_IFNAME": "lo"}
+                            running.append(subprocess.Popen(command, env=env | own, stdout=text, stderr=subprocess.STDOUT))
+                else:
+                    line = [str(HOSTS), str(ranks), link, *command]
+                    running.append(subprocess.Popen(line, env=env, stdout=first, stderr=subprocess.STDOUT))
+            codes = [process.wait(timeout=settings.timeout) for process in running]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.terminate()
+                    try:
+                        process.wait(timeout=20)
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+        if any(codes) or not out.exists():
+            last = "\n".join(f"rank {p.suffix[1:]}: ...{p.read_text(errors='replace')[-1500:]}" for p in sorted(Path(folder).glob("log.*")))
+            why = f"no end within {settings.timeout:.0f} s" if codes == [-1] else f"exit status {codes}"
+            raise RuntimeError(f"{link}: {why}\n{last}")
+        return json.loads(out.read_text())
+
+
+# -- tables
+
+
+def check_losses(found: dict[str, Any], base: str) -> float:
+    """The largest relative difference of any loss from the base's at the same step. Raises AssertionError over the tolerance."""
+    worst = 0.0
+    for name, result in found.items():
+        pairs = list(zip(result["losses"], found[base]["losses"], strict=True))
+        far = max(range(len(pairs)), key=lambda n: abs(pairs[n][0] / pairs[n][1] - 1))
+        difference = abs(pairs[far][0] / pairs[far][1] - 1)
+        assert difference < TOLERANCE, f"{name} computes something else than {base}: losses {pairs[far]} in step {far}"
+        worst = max(worst, difference)
+    return worst
+
+
+def show(found: dict[str, Any], alone: dict[str, Any], base: str) -> str:
+    """The table of one link."""
+    lines = []
+    for name, result in found.items():
+        times = result["seconds"]
+        ratios = [mine / theirs for mine, theirs in zip(times, found[base]["seconds"], strict=True)]
+        single = alone.get(name, {})
+
+        def number(value: float | None, scale: float = 1.0, form: str = ".0f") -> str:
+            return "-" if value is None else format(value * scale, form)
+
+        lines.append([
+            name, f"{statistics.median(times) * 1e3:.0f}", f"{min(times) * 1e3:.0f}", f"{statistics.median(ratios):.2f}",
+            f"{min(ratios):.2f}-{max(ratios):.2f}", number(single.get("first"), 1, ".1f"), number(single.get("peak")), number(single.get("whole")),
+            number(result["sent"], 1 / MIB, ".1f"), number(result["wire"], 1 / MIB, ".1f"), number(result["exposed"], 1e3),
+        ])  # fmt: skip
+    headers = ["", "median ms", "best ms", f"× {base}", "range", "first step s", "steady RSS", "peak RSS", "sent", "at interface", "exposed ms"]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="gpt", help="a file of models/ whose batch is (ids, labels)")
+    parser.add_argument("--preset", default="bench")
+    parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
+    parser.add_argument("--steps-per-block", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=5, help="measured blocks of each contestant; one more warms up")
+    parser.add_argument("--links", default="loopback,1gbit", help="loopback, or rates of emulated hosts' links")
+    parser.add_argument("--only", help=f"contestants, of {', '.join(CONTESTANTS)}; default {', '.join(USUAL)}")
+    parser.add_argument("--no-alone", action="store_true", help="skip the runs that measure memory and the first step")
+    parser.add_argument("--check-bytes", action="store_true", help="only compare counted bytes with those at the interfaces")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that one link may take")
+    parser.add_argument("--json", help="also write everything that was measured to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(Settings(**json.loads(args.worker)), Path(args.out))
+        return 0
+    if args.check_bytes:
+        return check_bytes(args.timeout)
+    names = [name.strip() for name in args.only.split(",")] if args.only else list(USUAL)
+    unknown = [name for name in names if name not in CONTESTANTS]
+    if unknown:
+        parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    if args.model != "gpt" and any(name.startswith("DTensor") for name in names):
+        names = [name for name in names if not name.startswith("DTensor")]
+        print(f"DTensor is left out: its plan here is for models/gpt.py, not for {args.model}")
+    settings = Settings(names, args.model, args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout)
+    base = BASE if BASE in names else names[0]
+    alone = {}
+    for name in [] if args.no_alone else names:
+        alone |= run_ranks(Settings(**{**settings.__dict__, "names": [name], "steps": 1, "blocks": 1}), "loopback")
+    print(f"torch {torch.__version__}, models/{args.model}.py preset {args.preset}, float32, global batch {args.batch}, 2 ranks of 1 thread;")
+    print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; the first step includes compiling; memory in MiB per rank,")
+    print("steady: in later steps; sent: MiB per rank and step by autopar's records, and as the network interface counts them.")
+    measured = {}
+    missing = hosts_missing() if any(link != "loopback" for link in args.links.split(",")) else ""
+    for link in args.links.split(","):
+        if link != "loopback" and missing:
+            print(f"\n{link}: left out, {missing}")
+            continue
+        found = measured[link] = run_ranks(settings, link)
+        worst = check_losses(found, base)
+        print(f"\n{link}: losses agree within {worst:.0e} over {len(found[base]['losses'])} steps\n\n{show(found, alone, base)}", flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"alone": alone, "links": measured}, indent=1))
+    return 0
+
+
+def check_bytes(timeout: float) -> int:
+    """Prints counted bytes beside those at the interfaces, on two and four hosts. 1 if they differ too much."""
+    missing = hosts_missing()
+    if missing:
+        print(f"bytes are not checked: {missing}")
+        return 0
+    lines = []
+    for ranks in (2, 4):
+        for world, kind, size, counted, seen in run_ranks(Settings([], check_bytes=True, timeout=timeout), "1gbit", ranks):
+            lines.append([world, kind, size, f"{counted / MIB:.2f}", f"{seen / MIB:.2f}", f"{(seen / counted - 1) * 100:+.2f} %"])
+    print(tabulate(lines, ["hosts", "collective", "MiB", "counted MiB", "interface MiB", "difference"], tablefmt="github", disable_numparse=True))
+    return int(any(abs(float(line[-1].split()[0])) > BYTES_TOLERANCE * 100 for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
