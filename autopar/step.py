@@ -77,6 +77,7 @@ class Step:
         self._state: State | None = None
         self._grads: tuple[Tensor, ...] = ()
         self._plan = options.plan
+        self._unread: dict[str, Tensor] = {}  # buffers that no step reads
         self._waiting: Mapping[str, Tensor] | None = None
         self._prepared: opt.Prepared | None = None
         self._closed = False
@@ -202,17 +203,21 @@ class Step:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers under the model's names, on every rank's CPU; tied names share storage. Collective."""
+        whole = self._whole()
+        named = (*dict(self._model.named_parameters(remove_duplicate=False)), *self._model.state_dict(keep_vars=True))
+        return {name: whole[name] for name in dict.fromkeys(named) if name in whole}
+
+    def _whole(self) -> dict[str, Tensor]:
+        """Whole parameters and all buffers, those that ``state_dict`` leaves out too, under every name. Collective."""
         state = self._need()
         assert self._train is not None
         whole = gather(state, list(state.parts), self.mesh, self._comm)
         whole |= gather_fixed(state.fixed, {p: s for p, (_, s) in self._train.spec.params.items()}, self.mesh, self._comm)
-        whole |= {path: t.detach().cpu().clone() for path, t in state.buffers.items()}
+        whole |= {path: t.detach().cpu().clone() for path, t in (*state.buffers.items(), *self._unread.items())}
         for path, aliases in {**self._names(), **self._buffer_names()}.items():
             if path in whole:
                 whole |= {alias: whole[path] for alias in aliases}
-        named = {**dict(self._model.named_parameters(remove_duplicate=False)), **self._model.state_dict(keep_vars=True)}
-        # a buffer that no step reads isn't held: the model's own
-        return {name: whole[name] if name in whole else t.detach().cpu().clone() for name, t in named.items() if isinstance(t, Tensor)}
+        return whole
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the ranks that share its bucket."""
@@ -253,10 +258,11 @@ class Step:
         for path in state.buffers:
             if path in full:
                 state.buffers[path] = full[path].to(device=self._comm.device, dtype=state.buffers[path].dtype, copy=True)
+        self._unread |= {path: full[path].to(t, copy=True) for path, t in self._unread.items() if path in full}
 
     def module(self) -> nn.Module:
         """A copy of the model with the current weights, whole. Collective."""
-        full = self.full_state_dict()
+        full = self._whole()
         out = copy.deepcopy(self._model)
         if any(t.is_meta for t in (*out.parameters(), *out.buffers())):
             out = out.to_empty(device="cpu")
@@ -493,6 +499,8 @@ class Step:
 
         if self.mesh.size > 1 and how == "broadcast":
             buffers = self._comm.exchange({k: v.cpu() for k, v in buffers.items()} if self._comm.rank == 0 else None, site="init")[0]
+        read = {name for i in compiled.program.inputs_of("buffer") for name in (i.path, *i.aliases)}
+        self._unread = {name: t.detach().clone() for name, t in buffers.items() if name not in read}
         return make_state(compiled.spec, value, buffers, self._comm)
 
     def _measure(self, loaded: _Loaded, tensors: Sequence[Tensor], loss: Tensor, norm: Any, seconds: float) -> None:
