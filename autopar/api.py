@@ -16,7 +16,7 @@ from autopar.cost.device import GENERIC
 from autopar.errors import InputError, UnsupportedError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan, as_plan
-from autopar.reference import plain_steps
+from autopar.reference import Trace, plain_steps
 from autopar.rules import DEFAULT, Rule
 from autopar.runtime.comm import Comm, DistComm
 from autopar.runtime.launch import init as join
@@ -159,12 +159,18 @@ def verify(
         for _ in range(steps):
             run.losses.append(step(rows).clone())
             run.gradients = step.gradients()
-        run.state = step.full_state_dict()
+        run.state = step._whole()  # noqa: SLF001 - one of the rooms that sees it all
         run.pieces = step.state_dict()
-        run.compiled = step._need_compiled()  # noqa: SLF001 - one of the rooms that sees it all
+        run.compiled = step._need_compiled()  # noqa: SLF001
         return run
 
     runs = run_simulated(mesh, rank, timeout=600.0, make=make)
-    start = copy.deepcopy(plain)
-    reference = plain_steps(plain, [batch] * steps, loss=loss, optimizer=chosen, clip_grad_norm=clip_grad_norm, seed=seed)
-    return compare(runs, reference, start, batch, mesh, seed, chosen, clip_grad_norm, steps, make)
+
+    def train(exact: torch.dtype | None) -> Trace:
+        return plain_steps(
+            copy.deepcopy(plain), [batch] * steps, loss=loss, optimizer=chosen, clip_grad_norm=clip_grad_norm, seed=seed, exact=exact
+        )
+
+    assert runs[0].compiled is not None
+    casts = runs[0].compiled.lifted is not None
+    return compare(runs, train(None), plain, batch, mesh, seed, make, train(wanted) if casts else None)

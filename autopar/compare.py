@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from autopar._torch import resolve
-from autopar.capture.interpret import run as interpret
 from autopar.capture.tree import take_batch
 from autopar.compiler import Compiled
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Output, Program, map_refs
 from autopar.layout.mesh import MICROBATCH, Mesh
-from autopar.reference import Trace, plain_steps
+from autopar.reference import Trace
 from autopar.runtime import ops
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import cut, paste
@@ -30,6 +29,8 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
 #: a tensor whose values are all under this share of the largest of its kind is compared against that share: gradients that are truly
 #: zero (of a key's bias, say) are rounding, which has no relative error.
 FLOOR = 1e-3
+#: what may lie between a model that casts to a type inside and its exact run, by that type: rounding, and no more.
+ROUNDING = {torch.float32: TOLERANCE[torch.float32], torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Report:
     """The result of ``verify``.
 
     ``first`` names the first value of the program that differs from the one-process run, with its place; empty where all is well.
+    ``gaps`` compares the plain model with its exact run, which is the reference where the model casts to a lower precision inside.
     """
 
     mesh: Mesh
@@ -69,10 +71,11 @@ class Report:
     replicas: tuple[str, ...]
     first: str = ""
     notes: tuple[str, ...] = ()
+    gaps: tuple[Row, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return all(r.ok for r in self.rows) and not self.replicas
+        return all(r.ok for r in (*self.rows, *self.gaps)) and not self.replicas
 
     @property
     def worst(self) -> float:
@@ -81,7 +84,8 @@ class Report:
 
     def table(self, most: int = 20) -> str:
         """The largest differences first, then replicas that differ and the first differing value."""
-        rows = sorted(self.rows, key=lambda r: (r.ok, -r.difference if not math.isnan(r.difference) else -math.inf))[:most]
+        shown = (*self.rows, *(r for r in self.gaps if not r.ok))
+        rows = sorted(shown, key=lambda r: (r.ok, -r.difference if not math.isnan(r.difference) else -math.inf))[:most]
         text = tabulate([(r.kind, r.name, f"{r.difference:.1e}", f"{r.allowed:.0e}", "ok" if r.ok else "DIFFERS") for r in rows],
                         headers=("kind", "name", "relative difference", "allowed", ""))  # fmt: skip
         parts = [f"mesh {self.mesh or 'of one rank'}: {'equal' if self.ok else 'NOT equal'} ({len(self.rows)} tensors compared)", text]
@@ -117,61 +121,52 @@ def compare(
     batch: Any,
     mesh: Mesh,
     seed: int,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    clip: float | None,
-    steps: int,
     make: Callable[..., Comm],
+    exact: Trace | None = None,
 ) -> Report:
-    """Compares what the ranks gave with the reference; looks for the first difference where there is one."""
-    notes: list[str] = []
+    """Compares what the ranks gave with the reference; looks for the first difference where there is one.
+
+    Args:
+        exact: the plain model without the casts that it makes by itself, where it makes any.
+    """
     compiled = runs[0].compiled
     assert compiled is not None
-    lifted = _is_lifted(compiled)
-    if lifted:
-        # the plain model casts to a lower precision by itself; its program without those casts is the exact reference
-        plain, reference = reference, program_steps(compiled.program, start, batch, optimizer, clip, seed, steps)
-        gap = max((difference(a, b, 0.0) for a, b in zip(plain.losses, reference.losses, strict=True)), default=0.0)
-        notes.append(f"the model casts to lower precision inside; its losses differ from the exact program by {gap:.1e}")
-        if gap > 1e-5:
-            notes.append("WARNING: that is more than rounding")
+    notes: tuple[str, ...] = ()
+    gaps: list[Row] = []
+    if exact is not None:
+        allowed = ROUNDING.get(compiled.lifted or torch.float32)
+        for kind in ("losses", "gradients", "state"):
+            gaps += _rows(f"plain model's {kind}", _named(reference, kind), _named(exact, kind), allowed)
+        gap = max((r.difference for r in gaps if r.kind.endswith("losses")), default=0.0)
+        text = f"the model casts to {compiled.lifted} inside: compared with its exact run, from which its own losses differ by {gap:.1e}"
+        notes = (text,)
+        reference = exact
     rows: list[Row] = []
-
-    def add(kind: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-        scale = max((t.abs().max().item() for t in theirs.values() if t.is_floating_point() and t.numel()), default=0.0)
-        for name, value in theirs.items():
-            allowed = TOLERANCE.get(value.dtype, 0.0)
-            if name not in mine:
-                rows.append(Row(kind, name, math.inf, allowed))
-            else:
-                rows.append(Row(kind, name, difference(mine[name], value, scale), allowed))
-        rows.extend(Row(kind, f"{name} (the plain model has none)", math.inf, 0.0) for name in mine if name not in theirs)
-
-    for rank in (0, len(runs) - 1):
-        add(f"loss (rank {rank})", dict(zip(map(str, range(steps)), runs[rank].losses, strict=True)),
-            dict(zip(map(str, range(steps)), reference.losses, strict=True)))  # fmt: skip
-        if len(runs) == 1:
-            break
-    first_names = set(reference.gradients)
-    add("gradient", {n: g for n, g in runs[0].gradients.items() if n in first_names or n not in _tied(compiled)}, reference.gradients)
-    before = {**dict(start.named_parameters()), **dict(start.named_buffers())}
-    held = {n: t for n, t in {**runs[0].pieces, **runs[0].state}.items() if n in reference.state}
-    # a buffer that no step reads or writes isn't held anywhere
-    idle = {n for n, t in reference.state.items() if n not in held and n in before and torch.equal(before[n], t)}
-    add("state", held, {n: t for n, t in reference.state.items() if n not in idle})
-    replicas = _replicas(runs, mesh, compiled)
-    report = Report(mesh, tuple(rows), replicas, notes=tuple(notes))
-    if not report.ok:
-        report = Report(mesh, tuple(rows), replicas, first_difference(compiled, start, batch, mesh, seed, make), tuple(notes))
-    return report
+    for rank in sorted({0, len(runs) - 1}):
+        rows += _rows(f"loss (rank {rank})", _named(runs[rank], "losses"), _named(reference, "losses"))
+    tied = {alias for i in compiled.program.inputs_of("param") for alias in i.aliases}
+    gradients = {n: g for n, g in runs[0].gradients.items() if n in reference.gradients or n not in tied}
+    rows += _rows("gradient", gradients, reference.gradients)
+    rows += _rows("state", {n: t for n, t in runs[0].state.items() if n in reference.state}, reference.state)
+    report = Report(mesh, tuple(rows), _replicas(runs, mesh, compiled), "", notes, tuple(gaps))
+    if all(r.ok for r in rows) and not report.replicas:
+        return report
+    return replace(report, first=first_difference(compiled, start, batch, mesh, seed, make))
 
 
-def _tied(compiled: Compiled) -> set[str]:
-    return {alias for i in compiled.program.inputs_of("param") for alias in i.aliases}
+def _named(trace: Run | Trace, kind: str) -> Mapping[str, Tensor]:
+    found = getattr(trace, kind)
+    return found if isinstance(found, Mapping) else dict(zip(map(str, range(len(found))), found, strict=True))
 
 
-def _is_lifted(compiled: Compiled) -> bool:
-    """Whether the wanted precision changed what the model computes inside (more than the types of its inputs)."""
-    return compiled.lifted
+def _rows(kind: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], allowed: float | None = None) -> list[Row]:
+    """One row for every tensor of either side; ``allowed`` None: by dtype."""
+    scale = max((t.abs().max().item() for t in theirs.values() if t.is_floating_point() and t.numel()), default=0.0)
+    rows = []
+    for name, value in theirs.items():
+        apart = difference(mine[name], value, scale) if name in mine else math.inf
+        rows.append(Row(kind, name, apart, TOLERANCE.get(value.dtype, 0.0) if allowed is None else allowed))
+    return rows + [Row(kind, f"{name} (the plain model has none)", math.inf, 0.0) for name in mine if name not in theirs]
 
 
 def _replicas(runs: list[Run], mesh: Mesh, compiled: Compiled) -> tuple[str, ...]:
@@ -215,30 +210,6 @@ def input_values(program: Program, model: nn.Module, batch: Any, seed: int, step
 def plain_ops() -> dict[str, Callable[..., Any]]:
     """Functions of the ops that torch doesn't have, by op name."""
     return {f"autopar.{name}": getattr(ops, name) for name in dir(ops) if callable(getattr(ops, name)) and not name.startswith("_")}
-
-
-def program_steps(
-    program: Program, model: nn.Module, batch: Any, optimizer: Callable[..., torch.optim.Optimizer], clip: float | None, seed: int, steps: int
-) -> Trace:
-    """Training with a captured program run by one process: exact where the model itself rounds."""
-    trace = Trace()
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    opt = optimizer(named)
-    buffers = dict(model.named_buffers())
-    for number in range(steps):
-        out = interpret(program, input_values(program, model, batch, seed, number), ops=plain_ops())
-        trace.losses.append(out["loss"])
-        trace.gradients = {o.path: out[f"grad {o.path}"] for o in program.outputs_of("grad")}
-        for name, p in named:
-            p.grad = trace.gradients[name].clone() if name in trace.gradients else None
-        if clip is not None:
-            nn.utils.clip_grad_norm_([p for _, p in named], clip)
-        opt.step()
-        with torch.no_grad():
-            for o in program.outputs_of("buffer"):
-                buffers[o.path].copy_(out[f"buffer {o.path}"])
-    trace.state = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
-    return trace
 
 
 def first_difference(compiled: Compiled, model: nn.Module, batch: Any, mesh: Mesh, seed: int, make: Callable[..., Comm]) -> str:
@@ -351,4 +322,4 @@ def _assemble(pieces: list[Tensor], program: LocalProgram, name: str, mesh: Mesh
     return whole
 
 
-__all__ = ["FLOOR", "TOLERANCE", "Output", "Report", "Row", "Run", "compare", "first_difference", "plain_steps"]
+__all__ = ["FLOOR", "TOLERANCE", "Output", "Report", "Row", "Run", "compare", "first_difference"]

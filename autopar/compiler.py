@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from autopar.codegen.emit import Module, emit
 from autopar.cost.device import GENERIC, Device
 from autopar.ir.local import LocalProgram
@@ -35,7 +37,7 @@ class Compiled:
         split: the same with the loop over microbatches.
         local: with collectives, over parameters; gradients by parameter.
         final: over buckets: what is emitted.
-        lifted: the wanted precision changed what nodes compute, not only the types of inputs.
+        lifted: the least precise type by which the model casts inside, where the wanted precision overruled it; else None.
     """
 
     program: Program
@@ -46,7 +48,7 @@ class Compiled:
     final: LocalProgram
     module: Module
     spec: Spec
-    lifted: bool = False
+    lifted: torch.dtype | None = None
 
 
 def compile_program(
@@ -72,7 +74,7 @@ def compile_program(
         draw: draw a random legal layout instead of choosing one: for tests.
     """
     lifted = lift(captured, precision)
-    changed = any(a.args != b.args or a.kwargs != b.kwargs for a, b in zip(captured.nodes, lifted.nodes, strict=True))
+    overruled = _overruled(captured, lifted)
     program = canonicalize(lifted)
     check_program(program)
     count = plan.microbatches or 1
@@ -96,7 +98,14 @@ def compile_program(
     final = bucketize(local, buckets, zero)
     check_local(final)
     module = emit(final, title)
-    return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), changed)
+    return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), overruled)
+
+
+def _overruled(captured: Program, lifted: Program) -> torch.dtype | None:
+    """The least precise floating-point type that nodes asked for and no longer do."""
+    changed = [a for a, b in zip(captured.nodes, lifted.nodes, strict=True) if a.args != b.args or a.kwargs != b.kwargs]
+    types = {captured.types[o].dtype for n in changed for o in n.outs if o}
+    return max((t for t in types if t.is_floating_point), key=lambda t: torch.finfo(t).eps, default=None)
 
 
 def _shardings(compiled: Compiled) -> dict[str, Sharding]:

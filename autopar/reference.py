@@ -1,4 +1,4 @@
-"""The one-process run that every plan must equal: the plain model, its random ops replaced by those that depend on the global element index."""
+"""The one-process run that every plan must equal: the plain model, whose random ops depend on the global element index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import ReplaceMode
+from autopar._torch import ReplaceMode, tree_leaves, tree_map
 from autopar.capture import find_loss
 from autopar.capture.source import Modules
 from autopar.capture.tree import take_batch
@@ -19,10 +19,15 @@ from autopar.runtime.random import REPLACEMENTS, site, step_key
 
 
 class ReplaceRandom(ReplaceMode):
-    """Answers every random op as a program of autopar does: by seed, step, module path, call number and element index."""
+    """Answers every random op as a program of autopar does: by seed, step, module path, call number and element index.
 
-    def __init__(self, model: nn.Module, seed: int, step: int) -> None:
+    Args:
+        exact: computes in this type wherever the model asks for another floating-point type by itself.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, step: int, exact: torch.dtype | None = None) -> None:
         super().__init__()
+        self._exact = exact
         self._modules = Modules(model)
         self._key = step_key(seed, step)
         self._calls: dict[tuple[str, str], int] = defaultdict(int)
@@ -38,13 +43,27 @@ class ReplaceRandom(ReplaceMode):
         self._entered.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if self._exact is None:
+            return self._answer(func, args, kwargs or {})
+        args, kwargs = tree_map(self._lifted, (args, kwargs or {}))
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        result = self._answer(func, args, kwargs)
+        return tree_map(lambda leaf: leaf if id(leaf) in given else self._lifted(leaf), result)
+
+    def _lifted(self, leaf: Any) -> Any:
+        """The exact type instead of any other floating-point type; a tensor in it."""
+        if isinstance(leaf, torch.dtype):
+            return self._exact if leaf.is_floating_point else leaf
+        return leaf.to(self._exact) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    def _answer(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         name = str(func)
         if name not in REPLACEMENTS:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         place = (self._modules.current, stem_of(name))
         number = site(*place, self._calls[place])
         self._calls[place] += 1
-        return REPLACEMENTS[name](*args, **(kwargs or {}), key=self._key, site=number)
+        return REPLACEMENTS[name](*args, **kwargs, key=self._key, site=number)
 
 
 @dataclass
@@ -64,15 +83,20 @@ def plain_steps(
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     clip_grad_norm: float | None = None,
     seed: int = 0,
+    exact: torch.dtype | None = None,
 ) -> Trace:
-    """Trains ``model`` itself, one step a batch, and records what happened."""
+    """Trains ``model`` itself, one step a batch, and records what happened.
+
+    Args:
+        exact: computes in this type also where the model casts to another one, as many do for their norms and their loss.
+    """
     trace = Trace()
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     opt = optimizer(named) if optimizer is not None else None
     for number, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
         tree, tensors = take_batch(batch)
-        with ReplaceRandom(model, seed, number):
+        with ReplaceRandom(model, seed, number, exact):
             value = find_loss(model, tree.call(model, tree.fill([t.clone() for t in tensors])), batch, loss)
             assert value is not None
         value = value.reshape(())
