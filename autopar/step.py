@@ -161,24 +161,8 @@ class Step:
 
     def shard(self, batch: Any) -> Any:
         """This rank's rows of a batch that every rank holds: microbatch outer, data coordinate inner."""
-        tree, tensors = take_batch(batch)
-        dims = self._dims(tree, tensors)
-        ways, count = self.mesh["dp"], self._plan.microbatches or 1
         index = self._comm.coords.get("dp", 0)
-        out = []
-        for path, tensor, dim in zip(tree.paths, tensors, dims, strict=True):
-            if dim is None:
-                out.append(tensor)
-                continue
-            rows = tensor.shape[dim]
-            if rows % (ways * count):
-                raise InputError(
-                    f"batch input {path!r} has {rows} rows, which {count} microbatches over {ways} data ranks don't divide",
-                    hint=f"a multiple of {ways * count} rows",
-                )
-            split = tensor.unflatten(dim, (count, ways, rows // (ways * count))).select(dim + 1, index)
-            out.append(split.flatten(dim, dim + 1))
-        return tree.fill(out)
+        return cut_rows(batch, self.mesh, index, self._plan.microbatches or 1, self._options.batch_dim)
 
     # -- state
 
@@ -290,7 +274,11 @@ class Step:
 
     def explain(self) -> str:
         """The plan and why it is so, as tables."""
-        return tables.explain(self._need_compiled(), self._plan)
+        states = None
+        if self._prepared is not None and self._prepared.optimizer.state:
+            kept = [v for state in self._prepared.optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+            states = sum(v.numel() for v in kept) / max(1, sum(p.numel() for p in self._need().parts))
+        return tables.explain(self._need_compiled(), self._plan, states)
 
     def graph(self, stage: int = 0, phase: str | None = None) -> str:
         """The rewritten graph as text; ``phase`` forward or backward shows one."""
@@ -558,6 +546,25 @@ def compile_step(
     )  # fmt: skip
 
 
+def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0) -> Any:
+    """The rows of data coordinate ``index`` of a global batch in ``count`` microbatches: microbatch outer, data coordinate inner."""
+    tree, tensors = take_batch(batch)
+    ways, out = mesh["dp"], []
+    for path, tensor, dim in zip(tree.paths, tensors, find_dims(batch_dim, tree, tensors), strict=True):
+        if dim is None:
+            out.append(tensor)
+            continue
+        rows = tensor.shape[dim]
+        if rows % (ways * count):
+            raise InputError(
+                f"batch input {path!r} has {rows} rows, which {count} microbatches over {ways} data ranks don't divide",
+                hint=f"a multiple of {ways * count} rows",
+            )
+        split = tensor.unflatten(dim, (count, ways, rows // (ways * count))).select(dim + 1, index)
+        out.append(split.flatten(dim, dim + 1))
+    return tree.fill(out)
+
+
 def filled_plan(plan: Plan, compiled: Compiled) -> Plan:
     """The plan with everything that a compilation chose."""
     return plan.filled(
@@ -623,4 +630,4 @@ def _divisor(program: Program, loss: str) -> str | None:
     return None
 
 
-__all__ = ["Options", "Step", "compile_step", "filled_plan", "find_dims"]
+__all__ = ["Options", "Step", "compile_step", "cut_rows", "filled_plan", "find_dims"]

@@ -1,55 +1,212 @@
-"""Tables of what a compilation decided: parameters, collectives, predicted time and memory."""
+"""Tables of what a compilation decided: parameters, collectives, memory, predicted time. Rows are data; ``show_*`` makes text of them."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from autopar._torch import resolve
 from autopar.compiler import Compiled
+from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node
 from autopar.layout.traffic import bytes_sent
 from autopar.plan.plan import Plan
 
+#: ZeRO levels that are built: those of the memory table.
+LEVELS = (0, 1)
 
-def parameters(compiled: Compiled) -> str:
-    """Every parameter with its sharding, its bytes on a rank and its bucket."""
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A parameter: how it is cut, the bytes of a rank's piece, and the part of them that the rank owns and updates."""
+
+    path: str
+    type: str
+    sharding: str
+    bytes: int
+    bucket: str
+    owned_bytes: int
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives that are the same but for their number: ``times`` a step, each sending ``bytes`` from this rank.
+
+    ``module`` is the site that the comm's records name; ``line`` and ``code`` are the user's line that caused it, where one did.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    times: int
+    bytes: int
+    module: str
+    line: str
+    code: str
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes on a rank of one kind of tensor, by ZeRO level."""
+
+    what: str
+    bytes: tuple[int, ...]
+
+
+def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
+    """Every parameter in the model's order."""
     local, mesh = compiled.local, compiled.spec.mesh
     bucket_of = {m.path: b for b in compiled.spec.buckets for m in b.members}
     rows = []
     for i in local.inputs_of("param"):
         bucket = bucket_of.get(i.path)
         owners = bucket.owners(mesh) if bucket is not None and compiled.spec.zero else 1
-        rows.append((i.path, str(local.global_types[i.name]), str(local.shardings[i.name]), local.types[i.name].nbytes,
-                     bucket.name if bucket else "-", local.types[i.name].nbytes // owners))  # fmt: skip
-    return tabulate(rows, headers=("parameter", "type", "sharding", "bytes a rank", "bucket", "owned bytes"))
+        size = local.types[i.name].nbytes
+        rows.append(ParameterRow(i.path, str(local.global_types[i.name]), str(local.shardings[i.name]), size,
+                                 bucket.name if bucket else "-", math.ceil(size / owners)))  # fmt: skip
+    return rows
 
 
-def sent(compiled: Compiled, node: Node) -> int:
+def sent(compiled: Compiled, node: Node, rank: int = 0) -> int:
     """Bytes that a rank hands to the transport for one run of a collective node, as predicted from the graph."""
-    kind = compiled.final.types[node.refs()[0]]
-    return bytes_sent(node.op.removeprefix("comm."), kind.numel, kind.dtype.itemsize, compiled.spec.mesh.count(node.args[1]))
+    kind, mesh = compiled.final.types[node.refs()[0]], compiled.spec.mesh
+    axes = node.args[1]
+    return bytes_sent(node.op.removeprefix("comm."), kind.numel, kind.dtype.itemsize, mesh.count(axes), mesh.index(rank, axes))
 
 
-def collectives(compiled: Compiled) -> str:
-    """Every collective of a step: axis, bytes, phase, how often, and the model line that caused it; equal ones in one row."""
-    table: dict[tuple[str, str, str, str, str, int], int] = defaultdict(int)
+def collective_rows(compiled: Compiled, rank: int = 0) -> list[CollectiveRow]:
+    """Every collective of a step, as ``rank`` sees it, in the order in which the program first comes to them."""
+    table: dict[CollectiveRow, int] = {}
     for node in compiled.final.nodes:
         if node.op.startswith("comm."):
-            turns = compiled.spec.microbatches if node.region == "body" else 1
-            where = f"{node.where.file}:{node.where.line}" if node.where.file else ""
-            table[node.op[5:], "+".join(node.args[1]), node.phase, node.where.module, where, sent(compiled, node)] += turns
-    rows = [(kind, axis, phase, n, size, module, where) for (kind, axis, phase, module, where, size), n in table.items()]
-    return tabulate(rows, headers=("collective", "axis", "phase", "times", "bytes sent", "module", "line"))
+            where = node.where
+            line = f"{where.file}:{where.line}" if where.file else ""
+            row = CollectiveRow(node.op[5:], tuple(node.args[1]), node.phase, 0, sent(compiled, node, rank), where.module, line, where.code)
+            table[row] = table.get(row, 0) + (compiled.spec.microbatches if node.region == "body" else 1)
+    return [CollectiveRow(r.kind, r.axes, r.phase, times, r.bytes, r.module, r.line, r.code) for r, times in table.items()]
 
 
-def explain(compiled: Compiled, plan: Plan) -> str:
-    """The plan and what follows from it."""
+def memory_rows(compiled: Compiled, states: float | None = None) -> list[MemoryRow]:
+    """What a rank holds, by ZeRO level.
+
+    Args:
+        states: elements of optimizer state for each element of a parameter (AdamW: 2); None where that isn't known.
+    """
+    mesh, buckets = compiled.spec.mesh, compiled.spec.buckets
+    whole = sum(b.numel * b.dtype.itemsize for b in buckets)
+    owned = sum(b.part(mesh) * b.dtype.itemsize for b in buckets)
+    shared = sum(b.numel * b.dtype.itemsize for b in buckets if b.owners(mesh) > 1)
+    local = compiled.local
+    held = {m.path for b in buckets for m in b.members}
+    rest = sum(local.types[i.name].nbytes for i in local.inputs_of("param") if i.path not in held)
+    buffers = sum(local.types[i.name].nbytes for i in local.inputs_of("buffer"))
+    rows = [
+        MemoryRow("parameters, kept", (whole, owned)),
+        MemoryRow("parameters, gathered for a step", (0, shared)),
+        MemoryRow("gradients, while a step makes them", (whole, whole)),
+        MemoryRow("gradients, kept", (whole, owned)),
+        MemoryRow("optimizer state, each tensor of it", (whole, owned))
+        if states is None
+        else MemoryRow("optimizer state", (int(whole * states), int(owned * states))),
+    ]
+    if rest:
+        rows.append(MemoryRow("parameters without gradient", (rest, rest)))
+    if buffers:
+        rows.append(MemoryRow("buffers", (buffers, buffers)))
+    kept = saved_bytes(compiled.final)
+    rows.append(MemoryRow("activations kept for the backward", (kept, kept)))
+    return rows
+
+
+def saved_bytes(program: LocalProgram) -> int:
+    """Bytes of the values that the forward makes and the backward reads, in one turn of the loop; views count as what they are views of."""
+    base: dict[str, str] = {}
+    forward: set[str] = set()
+    saved: set[str] = set()
+    for node in program.nodes:
+        if node.phase == "backward":
+            saved.update(base.get(r, r) for r in node.refs() if base.get(r, r) in forward)
+        elif node.op == "autopar.member":
+            continue  # a parameter
+        elif _is_view(node):
+            (source, *_) = node.refs()
+            base |= {o: base.get(source, source) for o in node.outs if o}
+        elif not (node.op.startswith("comm.") and node.where.module.startswith("bucket")):
+            forward.update(o for o in node.outs if o)
+    return sum(program.types[name].nbytes for name in saved)
+
+
+def _is_view(node: Node) -> bool:
+    if not node.op.startswith("aten."):
+        return False
+    if node.op == "aten._unsafe_view.default":
+        return True
+    returned = resolve(node.op)._schema.returns
+    return bool(returned) and returned[0].alias_info is not None and bool(node.refs())
+
+
+# -- text
+
+
+def show_parameters(rows: Sequence[ParameterRow]) -> str:
+    """The table of parameters, with its sums."""
+    table: list[tuple[object, ...]] = [(r.path, r.type, r.sharding, r.bytes, r.bucket, r.owned_bytes) for r in rows]
+    table.append(("all", "", "", sum(r.bytes for r in rows), "", sum(r.owned_bytes for r in rows)))
+    headers = ("parameter", "type", "sharding", "bytes a rank", "bucket", "owned bytes")
+    return tabulate(table, headers=headers, intfmt=",", disable_numparse=[0, 1, 2, 4])
+
+
+def show_collectives(rows: Sequence[CollectiveRow]) -> str:
+    """The table of collectives, then the bytes of a step by axis."""
+    if not rows:
+        return "no collectives"
+    table = [(r.kind, "+".join(r.axes), r.phase, r.times, r.bytes, r.module or "(model)", r.line, _short(r.code)) for r in rows]
+    headers = ("collective", "axis", "phase", "times", "bytes sent", "module", "line", "code")
+    text = tabulate(table, headers=headers, intfmt=",", disable_numparse=[0, 1, 2, 5, 6, 7])
+    totals = ", ".join(f"{axis} {size:,}" for axis, size in by_axis(rows).items())
+    return f"{text}\nbytes that a rank sends a step: {totals}"
+
+
+def by_axis(rows: Iterable[CollectiveRow]) -> dict[str, int]:
+    """Bytes that a rank sends in a step over each axis (or axes together)."""
+    sums: dict[str, int] = {}
+    for r in rows:
+        axis = "+".join(r.axes)
+        sums[axis] = sums.get(axis, 0) + r.times * r.bytes
+    return sums
+
+
+def show_memory(rows: Sequence[MemoryRow], zero: int) -> str:
+    """The table of memory; the level in force is marked."""
+    headers = ("bytes a rank", *(f"ZeRO {n}{' (this plan)' if n == zero else ''}" for n in LEVELS))
+    return tabulate([(r.what, *r.bytes) for r in rows], headers=headers, intfmt=",", disable_numparse=[0])
+
+
+def _short(code: str, most: int = 48) -> str:
+    return code if len(code) <= most else code[: most - 1] + "…"
+
+
+def head(compiled: Compiled, plan: Plan) -> str:
+    """The plan in a few lines, and notes on what could not be had."""
     spec = compiled.spec
     seconds = ", ".join(f"{axis} {s * 1e3:.3g} ms" for axis, s in compiled.layout.seconds.items()) or "nothing to choose"
-    head = [
+    lines = [
         f"mesh {spec.mesh or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es), sequence {'on' if plan.sequence else 'off'}",
         f"predicted seconds of work and communication that the choice of shardings was made by: {seconds}",
         f"segments: {compiled.module.segments} distinct, called {compiled.module.calls} times",
     ]
-    return "\n".join([*head, *compiled.layout.notes, "", parameters(compiled), "", collectives(compiled)])
+    return "\n".join([*lines, *compiled.layout.notes])
+
+
+def explain(compiled: Compiled, plan: Plan, states: float | None = None) -> str:
+    """The plan and what follows from it."""
+    parts = [
+        head(compiled, plan),
+        show_parameters(parameter_rows(compiled)),
+        show_collectives(collective_rows(compiled)),
+        show_memory(memory_rows(compiled, states), compiled.spec.zero),
+    ]
+    return "\n\n".join(parts)
