@@ -1,0 +1,141 @@
+"""The models, meshes and variants whose every combination must equal the plain model. No test here: what they share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from autopar.api import verify
+from autopar.compare import Report
+from autopar.layout.mesh import Mesh
+from autopar.plan.plan import Plan
+from models import gpt, llama, mlp, vit
+
+#: rows of a global batch: every mesh here and two microbatches divide it.
+ROWS = 8
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Model:
+    """``build(dropout)`` → module, ``batch(generator)`` → global batch; ``dropout``: whether the model has any."""
+
+    name: str
+    build: Callable[[float], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    dropout: bool = True
+
+
+def _text(generator: torch.Generator, vocab: int, sequence: int = 8) -> dict[str, Tensor]:
+    """Random ids, and labels of which another number counts in every row."""
+    ids = torch.randint(vocab, (ROWS, sequence), generator=generator)
+    kept = torch.randint(2, sequence + 1, (ROWS, 1), generator=generator)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(sequence) >= kept, IGNORE)}
+
+
+def _gpt2(attention: str) -> Model:
+    """Tied head, Conv1D, learned positions; an odd vocabulary, as the real one has."""
+
+    def build(dropout: float) -> nn.Module:
+        config = GPT2Config(
+            vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False, attn_implementation=attention,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+
+    return Model(f"HF GPT-2 {attention}", build, lambda g: _text(g, 97))
+
+
+def _hf_llama(attention: str) -> Model:
+    """Two key and value heads under four query heads; norms and loss in float32."""
+
+    def build(dropout: float) -> nn.Module:
+        config = LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=32, use_cache=False, attention_dropout=dropout, attn_implementation=attention,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    return Model(f"HF Llama {attention}", build, lambda g: _text(g, 96))
+
+
+MODELS = (
+    Model("gpt", lambda p: gpt.build(dropout=p), lambda g: gpt.batch(ROWS, g)),
+    Model("llama", lambda p: llama.build(), lambda g: llama.batch(ROWS, g), dropout=False),
+    Model("mlp", lambda p: mlp.build(), lambda g: mlp.batch(ROWS, g), loss=mlp.loss, dropout=False),
+    Model("vit", lambda p: vit.build(dropout=p), lambda g: vit.batch(ROWS, g)),
+    *(_gpt2(a) for a in ("sdpa", "eager")),
+    *(_hf_llama(a) for a in ("sdpa", "eager")),
+)  # fmt: skip
+
+MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "tp=4", "dp=4")
+
+#: name to plan and dropout.
+VARIANTS: dict[str, tuple[Plan, float]] = {
+    "plain": (Plan(), 0.0),
+    "sequence": (Plan(sequence=True), 0.0),
+    "microbatches=2": (Plan(microbatches=2), 0.0),
+    "dropout": (Plan(), 0.3),
+    "zero=0": (Plan(zero=0), 0.0),
+    "together": (Plan(sequence=True, microbatches=2, buckets=4096), 0.3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix."""
+
+    model: Model = field(compare=False)
+    name: str
+    mesh: str
+    variant: str
+
+    def __str__(self) -> str:
+        return f"{self.name} / {self.mesh} / {self.variant}"
+
+    def material(self) -> tuple[nn.Module, Any]:
+        """The model and a global batch, the same in every process."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self.model.build(VARIANTS[self.variant][1])
+        return model.train(), self.model.batch(torch.Generator().manual_seed(1))
+
+    def verify(self, **options: Any) -> Report:
+        """All ranks simulated, against the plain model."""
+        model, batch = self.material()
+        return verify(model, Mesh.parse(self.mesh), batch, plan=VARIANTS[self.variant][0], loss=self.model.loss, **options)
+
+
+def every() -> list[Case]:
+    """The full matrix; a model without dropout has no row of that name."""
+    return [
+        Case(model, model.name, mesh, variant)
+        for model in MODELS
+        for variant in VARIANTS
+        for mesh in MESHES
+        if variant != "dropout" or model.dropout
+    ]
+
+
+def _pairs(case: Case) -> Iterator[tuple[tuple[int, str], ...]]:
+    return combinations(enumerate((case.name, case.mesh, case.variant)), 2)
+
+
+def covering() -> list[Case]:
+    """Cases that hold every pair (model, mesh), (model, variant) and (mesh, variant): greedy, the same every time."""
+    left, todo = every(), {pair for case in every() for pair in _pairs(case)}
+    random.Random(0).shuffle(left)
+    chosen = []
+    while todo:
+        best = max(left, key=lambda case: sum(pair in todo for pair in _pairs(case)))
+        chosen.append(best)
+        todo.difference_update(_pairs(best))
+    return sorted(chosen, key=str)

@@ -1,0 +1,34 @@
+"""A sample of the matrix that holds every pair of model, mesh and variant; ``-m slow`` and ``make matrix`` run the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.equality.cases import Case, covering, every
+
+SAMPLE = covering()
+REST = [case for case in every() if case not in SAMPLE]
+
+
+def check(case: Case) -> None:
+    report = case.verify()
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_sample(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REST, ids=str)
+def test_rest(case: Case) -> None:
+    check(case)
+
+
+def test_sample_holds_every_pair() -> None:
+    full = {(a.name, a.mesh, a.variant) for a in every()}
+    seen = {(a.name, a.mesh, a.variant) for a in SAMPLE}
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert {(c[i], c[j]) for c in full} == {(c[i], c[j]) for c in seen}
+    assert len(SAMPLE) < len(full) / 3
