@@ -37,8 +37,9 @@ class _Inserter:
         self.shardings: dict[str, Sharding] = {}
         self.global_types: dict[str, TensorType] = {}
         self.have: dict[str, Sharding] = {}
-        self.converted: dict[tuple[str, Sharding, str, str], str] = {}
+        self.converted: dict[tuple[str, Sharding, str], str] = {}
         self.taken = set(program.types)
+        self.producer = program.producers()
 
     def run(self) -> LocalProgram:
         for i in self.program.inputs:
@@ -117,9 +118,11 @@ class _Inserter:
         have = self.have[name]
         if have == target:
             return name
-        key = (name, target, at.phase, at.region)
+        key = (name, target, at.region)
         if key not in self.converted:
             current = name
+            if have.partial_axes() and name in self.producer:  # what left it partial is the cause
+                at = replace(at, where=self.producer[name].where)
             for step in plan_reshard(have, target, self.mesh, self.program.types[name].dtype.itemsize):
                 current = self.step(current, name, step, at)
             self.converted[key] = current

@@ -1,8 +1,7 @@
 """Choosing placements on one mesh axis: a mixed-integer program over the whole joint graph, repeated layers once.
 
 Each group of equal nodes picks one strategy. Between a producer and its consumers flows one unit from the placement it gives to the
-placement they take; the flow pays for the conversion. Consumers of one phase share a conversion; forward and backward don't (a
-gathered activation would stay alive between them).
+placement they take; the flow pays for the conversion. All consumers of one placement share a conversion.
 """
 
 from __future__ import annotations
@@ -162,30 +161,31 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     params = {i.name for i in program.inputs_of("param")}
     param_of_path = {i.path: i.name for i in program.inputs_of("param")}
 
-    # (producer group, output, consumer, operand, phase) -> how many such edges, and the local bytes of the value
-    counts: dict[tuple[int, int, int, int | str, str], int] = defaultdict(int)
+    # (producer group, output, consumer, operand) -> how many such edges, and the local bytes of the value
+    counts: dict[tuple[int, int, int, int | str], int] = defaultdict(int)
     objects: dict[int, _Group] = {}
     shape: dict[tuple[int, int], tuple[int, int, bool]] = {}
 
-    def add(value: str, consumer: _Group, operand: int | str, phase: str, turns: int = 1) -> None:
+    def add(value: str, consumer: _Group, operand: int | str, turns: int = 1) -> None:
         member, out = source[value]
         producer = group_of[member]
         objects[id(producer)], objects[id(consumer)] = producer, consumer
-        counts[id(producer), out, id(consumer), operand, phase] += turns
+        counts[id(producer), out, id(consumer), operand] += turns
         sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
         shape[id(producer), out] = (math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize, value in params)
 
     for n, node in enumerate(program.nodes):
         for k, name in enumerate(node.refs()):
-            add(name, group_of[n], k, node.phase, _turns(program, node))
+            add(name, group_of[n], k, _turns(program, node))
     for output in program.outputs:
         if output.kind == "grad":
-            add(output.value, group_of[param_of_path[output.path]], "grad", "grad")
+            add(output.value, group_of[param_of_path[output.path]], "grad")
         else:
-            add(output.value, _SINK if output.kind in ("loss", "buffer") else _ANY, "sink", output.kind)
+            add(output.value, _SINK if output.kind in ("loss", "buffer") else _ANY, "sink")
 
+    tails = {(id(group_of[source[v][0]]), source[v][1]) for v in _gradients(problem)}
     shared: dict[tuple[object, ...], int] = {}
-    for (p_id, out, c_id, operand, phase), count in counts.items():
+    for (p_id, out, c_id, operand), count in counts.items():
         producer, consumer = objects[p_id], objects[c_id]
         numel, itemsize, is_param = shape[p_id, out]
         if consumer is _ANY:
@@ -209,11 +209,14 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
                 into[want].append(flow)
                 if kind in ("keep", "slice"):
                     continue
-                key = (p_id, out, phase, have, want)
+                key = (p_id, out, have, want)
                 if key not in shared:
                     if operand == "grad" and kind == "all_reduce":
                         kind = "reduce_scatter"  # the owner needs its part only
-                    seconds = problem.device.comm_seconds(step_bytes(kind, numel, itemsize, ways))
+                    piece = numel // ways if have.kind == "shard" else numel
+                    seconds = problem.device.comm_seconds(step_bytes(kind, piece, itemsize, ways))
+                    if (p_id, out) in tails and kind == "all_gather":
+                        seconds += _SCATTERED_GRADIENT
                     shared[key] = model.real(max(count, 1) * seconds * 1e6)
                 model.row([(shared[key], 1.0), (flow, -1.0)], 0.0, math.inf)
             model.row(row, 0.0, 0.0)
@@ -225,6 +228,19 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
                 model.row([*flows, *((c, -1.0) for c in want_columns)], 0.0, 0.0)
 
 
+def _gradients(problem: Problem) -> set[str]:
+    """The gradients of parameters, also before the last ops that only move their elements."""
+    found = {o.value for o in problem.program.outputs_of("grad")}
+    for n in range(len(problem.program.nodes) - 1, -1, -1):
+        node = problem.program.nodes[n]
+        if problem.atoms.rows[n].moves and any(o in found for o in node.outs):
+            found.update(node.refs())
+    return found
+
+
+#: seconds added where a gradient is made in pieces of a parameter that isn't cut: a collective more for every such parameter, which only
+#: pays where there is no other way.
+_SCATTERED_GRADIENT = 1e-3
 _SINK = _Group([])  # a value that must end replicated
 _ANY = _Group([])  # a value that may end as it is
 

@@ -92,11 +92,15 @@ class _Roles:
     batch: set[str]
 
     def may_shard(self, value: str, atom: int) -> bool:
-        """Whether this axis may shard an atom of a value: ``dp`` samples only, ``tp`` features (with ``sequence``: all but samples)."""
+        """Whether this axis may shard an atom of a value.
+
+        ``dp``: samples only. ``tp``: the features inside of layers, not the stream between them; with ``sequence`` also what is
+        neither sample nor feature.
+        """
         marks = self.atoms.marks[value][atom]
         if self.axis == "dp":
             return "batch" in marks and "mb" not in marks
-        return "batch" not in marks and ("feature" in marks or self.sequence)
+        return "batch" not in marks and "stream" not in marks and ("feature" in marks or self.sequence)
 
     def allowed(self, n: int, node: Node, options: list[Strategy]) -> list[Strategy]:
         names = (*node.refs(), *node.outs)

@@ -108,7 +108,8 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
         batch_dims: which dim of a batch input counts samples; None or absent where none does.
         microbatches: the batch dim is refined into (microbatches, rest), so that a microbatch is an index of an atom, marked ``mb``.
 
-    The mark ``batch`` says that an atom comes from the batch dim of an input, ``feature`` that it is a dim of a matrix or a table.
+    The mark ``batch`` says that an atom comes from the batch dim of an input, ``feature`` that it is a dim of a matrix or a table,
+    ``stream`` that it is the feature dim that runs from layer to layer (the residual stream).
     """
     dims: dict[str, list[_Dim | None]] = {name: [None if s == 1 else _Dim(s) for s in t.shape] for name, t in program.types.items()}
     params = {i.name for i in program.inputs_of("param")}
@@ -119,15 +120,17 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
 
     rows: dict[int, Row] = {}
     merges: list[tuple[int, Node]] = []
-    matrices = set(params)  # parameters and what only moves their elements
+    matrices = {p: p for p in params}  # parameters, and what only moves their elements, to the parameter
+    used: set[str] = set()
     for n, node in enumerate(program.nodes):
         row = rows[n] = rules.bind(node, program.types)
         refs = node.refs()
         if row.moves and len(refs) == 1 and refs[0] in matrices:
-            matrices.update(o for o in node.outs if o)
+            matrices.update({o: matrices[refs[0]] for o in node.outs if o})
         if rules[node.op].contraction or any("offset-sum" in k for k in row.kinds.values()):
             for name in refs:
                 if name in matrices:
+                    used.add(matrices[name])
                     for d in dims[name]:
                         if d is not None:
                             d.root().marks.add("feature")
@@ -150,9 +153,24 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
         for n, node in merges:
             if rows[n].soft == soft:
                 rows[n] = _join_merged(rows[n], _terms(node, rows[n]), dims)
+    _mark_stream([dims[name] for name in used])
     out_dims = {name: tuple(tuple(x.size for x in d.leaves()) if d is not None else () for d in ds) for name, ds in dims.items()}
     marks = {name: tuple(frozenset(x.root().marks) for d in ds if d is not None for x in d.leaves()) for name, ds in dims.items()}
     return Atoms(out_dims, marks, rows)
+
+
+def _mark_stream(matrices: list[list[_Dim | None]]) -> None:
+    """Marks the dim that most matrices share. The dims inside a layer belong to that layer's few; without repetition there is no stream."""
+    counts: dict[int, int] = {}
+    leaves: dict[int, _Dim] = {}
+    for dims in matrices:
+        found = {id(leaf.root()): leaf.root() for d in dims if d is not None for leaf in d.leaves()}
+        for key, leaf in found.items():
+            counts[key] = counts.get(key, 0) + 1
+            leaves[key] = leaf
+    ranked = sorted(counts, key=lambda k: -counts[k])
+    if ranked and counts[ranked[0]] >= 4 and (len(ranked) == 1 or counts[ranked[0]] > 1.5 * counts[ranked[1]]):
+        leaves[ranked[0]].marks.add("stream")
 
 
 def _terms(node: Node, row: Row) -> Iterable[tuple[str, tuple[tuple[str, ...], ...]]]:
