@@ -379,7 +379,9 @@ def worker(settings: Settings, out: Path) -> None:
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of several process groups don't always survive the interpreter's own end
 
 
 # -- starting ranks
