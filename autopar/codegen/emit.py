@@ -8,6 +8,7 @@ deletes what nobody reads any more.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -75,6 +76,7 @@ class _Emitter:
     statements: list[_Statement] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     calls: int = 0
+    uses: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Module:
         p = self.program
@@ -84,8 +86,9 @@ class _Emitter:
         for node in main:
             order["body" if node.op == "autopar.accumulate" else node.region].append(node)
         finals = [o.value for o in p.outputs]
+        self.uses = Counter(r for n in main for r in n.refs())
         for region, nodes in order.items():
-            self.region(region, nodes, main, set(finals))
+            self.region(region, nodes, set(finals))
         used = {r for s in self.statements for r in s.reads} | set(finals)
         made = [o for i in sorted(fixed) for o in p.nodes[i].outs if o]
         held = [i.name for i in p.inputs if i.kind in ("const", "tangent")]
@@ -110,7 +113,7 @@ class _Emitter:
                     found.add(n)
         return found
 
-    def region(self, region: Region, nodes: list[Node], main: list[Node], finals: set[str]) -> None:
+    def region(self, region: Region, nodes: list[Node], finals: set[str]) -> None:
         """Statements of one region: segments between collectives, waits before first uses."""
         run: list[Node] = []
         pending: list[str] = []  # collectives started and not waited for
@@ -120,7 +123,7 @@ class _Emitter:
         def flush() -> None:
             if run:
                 wait({r for n in run for r in n.refs()})
-                self.segment(list(run), main, finals, region)
+                self.segment(list(run), finals, region)
                 run.clear()
 
         def wait(reads: Iterable[str]) -> None:
@@ -180,12 +183,11 @@ class _Emitter:
         args = [total, value.name, f'"{combine}"']
         self.statements.append(_Statement(assign(total, "ops.accumulate", args, 4), [total], [value.name], "body", "accumulate"))
 
-    def segment(self, nodes: list[Node], main: list[Node], finals: set[str], region: Region) -> None:
+    def segment(self, nodes: list[Node], finals: set[str], region: Region) -> None:
         """A function for a run of nodes, shared with every run of the same text, and the call of it."""
         inside = {o for n in nodes for o in n.outs if o}
-        ids = {id(n) for n in nodes}
-        outer = {r for n in main if id(n) not in ids for r in n.refs()} | finals
-        results = [o for n in nodes for o in n.outs if o in outer]
+        here = Counter(r for n in nodes for r in n.refs())
+        results = [o for n in nodes for o in n.outs if o and (o in finals or self.uses[o] > here[o])]
         layer = layer_of(nodes[0])
         prefix = layer.replace(".", "_") + "_" if layer else ""
         names: dict[str, str] = {}
