@@ -272,13 +272,14 @@ def race(settings: Settings) -> dict[str, Any]:
         first[name] = time.perf_counter() - begun
     losses: dict[str, list[Tensor]] = {name: [] for name in settings.names}
     seconds: dict[str, list[float]] = {name: [] for name in settings.names}
+    work: dict[str, list[float]] = {name: [] for name in settings.names}
     wire: dict[str, list[float]] = {name: [] for name in settings.names}
     own: dict[str, list[dict[str, float]]] = {name: [] for name in settings.names}
     for block in range(settings.blocks + 1):
         turn = block % len(settings.names)
         for name in settings.names[turn:] + settings.names[:turn]:
             dist.barrier()
-            sent, begun = interface_bytes(), time.perf_counter()
+            sent, worked, begun = interface_bytes(), time.process_time(), time.perf_counter()
             if name in here:
                 for n in range(settings.steps):
                     losses[name].append(runners[name].step(data[(block * settings.steps + n) % len(data)]))
@@ -288,9 +289,11 @@ def race(settings: Settings) -> dict[str, Any]:
                         own[name].append(runners[name].metrics())
             took = time.perf_counter() - begun
             dist.barrier()
+            worked = time.process_time() - worked
             after = interface_bytes()
             if block:
                 seconds[name].append(took / settings.steps)
+                work[name].append(worked / settings.steps)
                 if sent is not None and after is not None:
                     wire[name].append((after - sent) / settings.steps)
     peak = 0.0
@@ -306,7 +309,7 @@ def race(settings: Settings) -> dict[str, Any]:
         whole = 0.0
     mine = {
         "losses": {name: [float(loss) for loss in values] for name, values in losses.items()},
-        "seconds": seconds, "wire": wire, "own": own, "first": first, "peak": peak, "whole": whole,
+        "seconds": seconds, "work": work, "wire": wire, "own": own, "first": first, "peak": peak, "whole": whole,
     }  # fmt: skip
     ranks = everyone(mine)
     means = {name for name, runner in runners.items() if runner.mean_of_ranks}
@@ -323,6 +326,7 @@ def race(settings: Settings) -> dict[str, Any]:
         name: {
             "losses": loss(name),
             "seconds": [max(values) for values in zip(*(r["seconds"][name] for r in ranks))],
+            "work": ranks[0]["work"][name],
             "first": max(r["first"][name] for r in ranks),
             "wire": statistics.median(ranks[0]["wire"][name]) if ranks[0]["wire"][name] else None,
             "sent": mean(name, "sent"),
@@ -458,22 +462,30 @@ def check_losses(found: dict[str, Any], base: str) -> float:
 
 def show(found: dict[str, Any], alone: dict[str, Any], base: str) -> str:
     """The table of one link."""
+
+    def number(value: float | None, scale: float = 1.0, form: str = ".0f") -> str:
+        return "-" if value is None else format(value * scale, form)
+
     lines = []
     for name, result in found.items():
-        times = result["seconds"]
+        times, single = result["seconds"], alone.get(name, {})
         ratios = [mine / theirs for mine, theirs in zip(times, found[base]["seconds"], strict=True)]
-        single = alone.get(name, {})
-
-        def number(value: float | None, scale: float = 1.0, form: str = ".0f") -> str:
-            return "-" if value is None else format(value * scale, form)
-
-        lines.append([
-            name, f"{statistics.median(times) * 1e3:.0f}", f"{min(times) * 1e3:.0f}", f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f}-{max(ratios):.2f}", number(single.get("first"), 1, ".1f"), number(single.get("peak")), number(single.get("whole")),
-            number(result["sent"], 1 / MIB, ".1f"), number(result["wire"], 1 / MIB, ".1f"), number(result["exposed"], 1e3),
-        ])  # fmt: skip
-    headers = ["", "median ms", "best ms", f"× {base}", "range", "first step s", "steady RSS", "peak RSS", "sent", "at interface", "exposed ms"]
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)])
+        lines.append({
+            "": name,
+            "median ms": number(statistics.median(times), 1e3),
+            "best ms": number(min(times), 1e3),
+            f"× {base}": number(statistics.median(ratios), 1, ".2f"),
+            "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
+            "CPU ms": number(statistics.median(result["work"]), 1e3),
+            "first step s": number(single.get("first"), 1, ".1f"),
+            "steady RSS": number(single.get("peak")),
+            "peak RSS": number(single.get("whole")),
+            "sent": number(result["sent"], 1 / MIB, ".1f"),
+            "interface": number(result["wire"], 1 / MIB, ".1f"),
+            "exposed ms": number(result["exposed"], 1e3),
+        })  # fmt: skip
+    align = ["left", *["right"] * (len(lines[0]) - 1)]
+    return tabulate(lines, "keys", tablefmt="github", disable_numparse=True, colalign=align)
 
 
 def main() -> int:
@@ -508,9 +520,11 @@ def main() -> int:
     base = BASE if BASE in names else names[0]
     alone = {}
     for name in [] if args.no_alone else names:
-        alone |= run_ranks(Settings(**{**settings.__dict__, "names": [name], "steps": 1, "blocks": 1}), "loopback")
-    print(f"torch {torch.__version__}, models/{args.model}.py preset {args.preset}, float32, global batch {args.batch}, 2 ranks of 1 thread;")
-    print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; the first step includes compiling; memory in MiB per rank,")
+        alone |= run_ranks(Settings(**{**settings.__dict__, "names": [name], "steps": 1, "blocks": 0}), "loopback")
+    what = f"models/{args.model}.py preset {args.preset}, float32, global batch {args.batch}"
+    print(f"torch {torch.__version__}, {what}, 2 ranks of 1 thread;")
+    print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; CPU: seconds of all threads of rank 0, which other")
+    print("processes of the machine disturb least; the first step includes compiling; memory in MiB per rank,")
     print("steady: in later steps; sent: MiB per rank and step by autopar's records, and as the network interface counts them.")
     measured = {}
     missing = hosts_missing() if any(link != "loopback" for link in args.links.split(",")) else ""
@@ -520,7 +534,8 @@ def main() -> int:
             continue
         found = measured[link] = run_ranks(settings, link)
         worst = check_losses(found, base)
-        print(f"\n{link}: losses agree within {worst:.0e} over {len(found[base]['losses'])} steps\n\n{show(found, alone, base)}", flush=True)
+        print(f"\n{link}: losses agree within {worst:.0e} over {len(found[base]['losses'])} steps\n")
+        print(show(found, alone, base), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps({"alone": alone, "links": measured}, indent=1))
     return 0
@@ -536,7 +551,8 @@ def check_bytes(timeout: float) -> int:
     for ranks in (2, 4):
         for world, kind, size, counted, seen in run_ranks(Settings([], check_bytes=True, timeout=timeout), "1gbit", ranks):
             lines.append([world, kind, size, f"{counted / MIB:.2f}", f"{seen / MIB:.2f}", f"{(seen / counted - 1) * 100:+.2f} %"])
-    print(tabulate(lines, ["hosts", "collective", "MiB", "counted MiB", "interface MiB", "difference"], tablefmt="github", disable_numparse=True))
+    headers = ["hosts", "collective", "MiB", "counted MiB", "interface MiB", "difference"]
+    print(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
     return int(any(abs(float(line[-1].split()[0])) > BYTES_TOLERANCE * 100 for line in lines))
 
 
