@@ -56,13 +56,13 @@ def apply(layout: Layout, axis: str, mesh: Mesh, nodes: Mapping[int, Strategy], 
     return Layout(new_inputs, new_nodes, layout.notes, layout.seconds)
 
 
-def from_params(program: Program, rules: Rules) -> set[str]:
-    """Parameters, and the values that only move or convert a parameter's elements."""
-    found = {i.name for i in program.inputs_of("param")}
+def from_params(program: Program, rules: Rules) -> dict[str, str]:
+    """Parameters, and the values that only move or convert a parameter's elements, to the parameter's name."""
+    found = {i.name: i.name for i in program.inputs_of("param")}
     for node in program.nodes:
         refs = node.refs()
         if len(refs) == 1 and refs[0] in found and node.op in rules and (rules[node.op].linear == "moves" or node.op == "aten._to_copy.default"):
-            found.update(o for o in node.outs if o)
+            found.update({o: found[refs[0]] for o in node.outs if o})
     return found
 
 
@@ -88,7 +88,7 @@ class _Roles:
     sequence: bool
     pins: Mapping[str, Placement]
     device: Device
-    params: set[str]
+    params: Mapping[str, str]
     batch: set[str]
 
     def may_shard(self, value: str, atom: int) -> bool:
@@ -100,7 +100,14 @@ class _Roles:
         marks = self.atoms.marks[value][atom]
         if self.axis == "dp":
             return "batch" in marks and "mb" not in marks
-        return "batch" not in marks and "stream" not in marks and ("feature" in marks or self.sequence)
+        if "stream" in marks and not self.pinned_stream:
+            return False
+        return "batch" not in marks and ("feature" in marks or self.sequence)
+
+    @property
+    def pinned_stream(self) -> bool:
+        """Whether a pin cuts the stream: then it may be cut."""
+        return any(p.kind == "shard" and "stream" in self.atoms.marks[name][p.atom] for name, p in self.pins.items())
 
     def allowed(self, n: int, node: Node, options: list[Strategy]) -> list[Strategy]:
         names = (*node.refs(), *node.outs)
@@ -114,7 +121,8 @@ class _Roles:
         if self.axis != "tp":
             return kept
         row = self.atoms.rows[n]
-        weights = [k for k, r in enumerate(node.refs()) if r in self.params]
+        whole = {name for name, p in self.pins.items() if p == REPLICATE}
+        weights = [k for k, r in enumerate(node.refs()) if r in self.params and self.params[r] not in whole]
         split = kept
         if weights and self.rules[node.op].contraction:
             split = [s for s in kept if all(s.inputs[k].kind == "shard" for k in weights)]
