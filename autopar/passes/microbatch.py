@@ -57,6 +57,7 @@ class _Splitter:
         self.taken = set(program.types)
         self.number = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
         self.params = {i.name for i in program.inputs_of("param")}
+        self.trained = set(self.params)  # values that depend on a parameter
 
     def run(self) -> Program:
         for n, node in enumerate(self.program.nodes):
@@ -80,8 +81,11 @@ class _Splitter:
         refs = node.refs()
         held = [self.held[r] for r in refs]
         options = self.options(n, node)
-        random = node.op in RANDOM_PLACE
-        if all(h.placement == REPLICATE for h in held) and not (random and any(o.factor for o in options)):
+        if any(r in self.trained for r in refs):
+            self.trained.update(o for o in node.outs if o)
+        # what only the batch decides (a count of labels, a mask) is made before the loop; the model's work on samples belongs into it
+        inside = node.op in RANDOM_PLACE or any(r in self.trained for r in refs)
+        if all(h.placement == REPLICATE for h in held) and not (inside and any(o.factor for o in options)):
             region: Region = "post" if any(h.region == "post" for h in held) else "pre"
             self.emit(node, n, options[0], [h.name for h in held], region)
             return
@@ -157,7 +161,7 @@ class _Splitter:
         if self.held[ref].placement == REPLICATE:
             return self.held[ref].region == "pre"
         assert n is not None
-        return all(self.can_hoist(r) if r not in self.params else False for r in self.program.nodes[n].refs())
+        return ref not in self.trained and all(self.can_hoist(r) for r in self.program.nodes[n].refs())
 
     def hoist(self, ref: str) -> str:
         """A value on the whole batch, computed before the loop."""
