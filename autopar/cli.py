@@ -1,4 +1,7 @@
-"""The command line: ``autopar train | plan | inspect | verify | bench``. Exit codes: 0 done, 1 ``verify`` found a difference, 2 a mistake of the user's."""
+"""The command line: ``autopar train | plan | inspect | verify | bench``.
+
+Exit codes: 0 done, 1 ``verify`` found a difference, 2 a mistake of the user's, 130 interrupted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A model file of the command line: a Python file with ``build() -> nn.Module`` and ``batch(size, generator) -> batch``, maybe ``loss(output, batch)``."""
+"""A model file of the command line.
+
+A Python file with ``build() -> nn.Module`` and ``batch(size, generator) -> batch``, and maybe ``loss(output, batch)``.
+"""
 
 from __future__ import annotations
 

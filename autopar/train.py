@@ -370,8 +370,8 @@ def summary(result: dict[str, Any]) -> str:
     lines = [result["explain"], ""]
     if result["held_out"]:
         first, last = result["held_out"][0], result["held_out"][-1]
-        unit = " nats a byte" if result["unit"] == "tokens" else ""
-        lines.append(f"held-out loss: {first[1]:.4f} before, {last[1]:.4f} after {last[0]} steps{unit}")
+        unit = ", nats a byte" if result["unit"] == "tokens" else ""
+        lines.append(f"held-out loss{unit}: {first[1]:.4f} before, {last[1]:.4f} after {last[0]} steps")
     if result["per_s"] is not None:
         rate = f"{result['per_s']:,.0f} {result['unit']}/s (median step {result['step_s'] * 1e3:.0f} ms)"
         lines.append(f"throughput: {rate}; {result['seconds']:.0f} s in all")

@@ -135,23 +135,22 @@ class Bench:
         """Plain over generated, one a pair of neighbouring blocks: over 1 the generated step is faster."""
         return [median(p) / median(s.total for s in g) for g, p in zip(self.steps, self.plain, strict=True)]
 
-    def phases(self) -> dict[str, float]:
-        """Median seconds by phase; the phases of a step in order, then what is left of it."""
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Median and least seconds by phase; the phases of a step in order, then what is left of it."""
         steps = [s for block in self.steps for s in block]
         keys = {k for s in steps for k in s.phases}
         order = sorted(keys, key=lambda k: (("pre", "body", "post").index(k[1]), k[0] == "backward"))
         looped = any(region != "body" for _, region in keys)
-        out = {
-            f"{phase}{', ' + region if looped else ''}": median(s.phases.get((phase, region), 0.0) for s in steps)
-            for phase, region in order
+        found = {
+            f"{phase}{', ' + region if looped else ''}": [s.phases.get((phase, region), 0.0) for s in steps] for phase, region in order
         }
-        out["collectives (start and exposed wait)"] = median(s.exposed for s in steps)
-        out["optimizer"] = median(s.optimizer for s in steps)
-        out["driver and the rest"] = median(s.total - sum(s.phases.values()) - s.exposed - s.optimizer for s in steps)
-        return out
+        found["collectives (start and exposed wait)"] = [s.exposed for s in steps]
+        found["optimizer"] = [s.optimizer for s in steps]
+        found["driver and the rest"] = [s.total - sum(s.phases.values()) - s.exposed - s.optimizer for s in steps]
+        return {name: (median(values), min(values)) for name, values in found.items()}
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Each collective of a step: how often, its bytes, and median seconds a step that it took to start and that its wait wasn't hidden."""
+        """Each collective of a step: how often, its bytes, and median seconds a step of starting it and of waiting in the open."""
         steps = [_by_site(s.comm) for block in self.steps for s in block]
         rows = []
         for kind, axes, site, size in steps[0]:
@@ -165,30 +164,26 @@ class Bench:
 
     def table(self) -> str:
         """Text: the steps beside each other, phases, collectives."""
-        step, plain, ratios = self.step_s(), self.plain_s(), self.ratios()
-        count = sum(map(len, self.steps))
+        ratios, totals = self.ratios(), [s.total for block in self.steps for s in block]
+        plain = [s for block in self.plain for s in block]
+        ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rows = [
-            (f"generated, {self.ranks} rank(s) of {self.threads} thread(s), {self.backend}", _ms(step), ""),
-            (
-                f"plain model, one process of {self.plain_threads} thread(s)",
-                _ms(plain),
-                f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            ),
+            (f"generated, {self.ranks} rank(s) of {self.threads} thread(s), {self.backend}", _ms(median(totals)), _ms(min(totals)), ""),
+            (f"plain model, one process of {self.plain_threads} thread(s)", _ms(median(plain)), _ms(min(plain)), ratio),
         ]
+        phases = [(name, _ms(middle), _ms(least)) for name, (middle, least) in self.phases().items()]
         parts = [
-            f"mesh {self.mesh or 'of one rank'}: median milliseconds of {count} steps in {len(self.steps)} blocks, in turn with the plain model",
-            tabulate(rows, headers=("a step of the global batch", "ms", "plain / generated"), disable_numparse=True, colalign=("left", "right", "left")),
-            tabulate([(name, _ms(s), f"{100 * s / step:.0f}%") for name, s in self.phases().items()],
-                     headers=("phase", "ms", "share"), disable_numparse=True, colalign=("left", "right", "right")),
-        ]  # fmt: skip
+            f"mesh {self.mesh or 'of one rank'}: milliseconds of {len(totals)} steps in {len(self.steps)} blocks, in turn with the plain one",
+            _table(rows, "a step of the global batch", "median", "least", "plain / generated"),
+            _table(phases, "phase", "median", "least"),
+        ]
         comm = self.collectives()
         if comm:
             table = [
                 (c["kind"], "+".join(c["axes"]), c["site"] or "(model)", c["times"], f"{c['bytes']:,}", _ms(c["start_s"]), _ms(c["wait_s"]))
                 for c in comm
             ]
-            headers = ("collective", "axis", "site", "times", "bytes sent", "start ms", "exposed wait ms")
-            parts.append(tabulate(table, headers=headers, disable_numparse=True, colalign=("left", "left", "left", *("right",) * 4)))
+            parts.append(_table(table, "collective", "axis", "site", "times", "bytes sent", "start ms", "exposed wait ms"))
         return "\n\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -196,9 +191,15 @@ class Bench:
         return {
             "mesh": self.mesh, "ranks": self.ranks, "threads": self.threads, "plain_threads": self.plain_threads, "backend": self.backend,
             "step_s": self.step_s(), "plain_s": self.plain_s(), "ratio": median(self.ratios()), "ratios": self.ratios(),
-            "phases_s": self.phases(), "collectives": self.collectives(),
+            "phases_s": {name: {"median": m, "least": n} for name, (m, n) in self.phases().items()}, "collectives": self.collectives(),
             "step_seconds": [[s.total for s in block] for block in self.steps], "plain_seconds": self.plain,
         }  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[object]], *headers: str) -> str:
+    """Numbers (digits, points and commas) to the right, words to the left."""
+    left = [any(re.search(r"[^\d.,]", str(row[n])) or not row[n] for row in rows) for n in range(len(headers))]
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=["left" if w else "right" for w in left])
 
 
 def _ms(seconds: float) -> str:

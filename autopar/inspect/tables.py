@@ -194,7 +194,8 @@ def head(compiled: Compiled, plan: Plan) -> str:
     spec = compiled.spec
     seconds = ", ".join(f"{axis} {s * 1e3:.3g} ms" for axis, s in compiled.layout.seconds.items()) or "nothing to choose"
     lines = [
-        f"mesh {spec.mesh or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es), sequence {'on' if plan.sequence else 'off'}",
+        f"mesh {str(spec.mesh) or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es), "
+        f"sequence {'on' if plan.sequence else 'off'}",
         f"predicted seconds of work and communication that the choice of shardings was made by: {seconds}",
         f"segments: {compiled.module.segments} distinct, called {compiled.module.calls} times",
     ]
