@@ -256,6 +256,39 @@ def _mse_backward(b: Builder, n: Node) -> Any:
     return b.call("aten.mul.Tensor", delta, grad)
 
 
+def _loss_of(position: int) -> Rewrite:
+    """A loss that can reduce by itself, as the loss of every element and a reduction; ``position`` of the argument that says which."""
+
+    def rewrite(b: Builder, n: Node) -> Any:
+        reduction = n.arg(position, "reduction", 1)
+        if reduction == 0:
+            return None
+        given = (*n.args[:position], *(None for _ in range(position - len(n.args))))  # optional tensors before it
+        args = (*given, 0, *n.args[position + 1 :])
+        return _reduced(b, b.call(n.op, *args), reduction)
+
+    return rewrite
+
+
+def _loss_backward_of(position: int) -> Rewrite:
+    """The backward of such a loss, from the gradient of every element."""
+
+    def rewrite(b: Builder, n: Node) -> Any:
+        grad, x = n.args[:2]
+        reduction = n.arg(position, "reduction", 1)
+        if reduction == 0:
+            return None
+        shape = b.type(x).shape
+        if reduction == 1:
+            grad = b.call("aten.div.Tensor", grad, max(math.prod(shape), 1))
+        if b.type(grad).shape != shape:
+            grad = b.call("aten.expand.default", grad, shape)
+        given = (*n.args[1:position], *(None for _ in range(position - len(n.args))))
+        return b.call(n.op, grad, *given, 0, *n.args[position + 1 :])
+
+    return rewrite
+
+
 REWRITES: dict[str, Rewrite] = {
     "aten.detach.default": _same,
     "aten.alias.default": _same,
@@ -285,6 +318,15 @@ REWRITES: dict[str, Rewrite] = {
     "aten.nll_loss2d_backward.default": _nll_backward,
     "aten.mse_loss.default": _mse,
     "aten.mse_loss_backward.default": _mse_backward,
+    "aten.smooth_l1_loss.default": _loss_of(2),
+    "aten.smooth_l1_loss_backward.default": _loss_backward_of(3),
+    "aten.huber_loss.default": _loss_of(2),
+    "aten.huber_loss_backward.default": _loss_backward_of(3),
+    "aten.soft_margin_loss.default": _loss_of(2),
+    "aten.soft_margin_loss_backward.default": _loss_backward_of(3),
+    "aten.binary_cross_entropy.default": _loss_of(3),
+    "aten.binary_cross_entropy_with_logits.default": _loss_of(4),
+    "aten.binary_cross_entropy_backward.default": _loss_backward_of(4),
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten.native_dropout_backward.default": _dropout_backward,
 }

@@ -86,7 +86,8 @@ def _loss_backward(node: Node, types: Types) -> str:
     names = letters(len(types[node.refs()[1]].shape))
     full = " ".join(names)
     kinds = ", ".join(f"{n}: whole" for n in names) if _reduction_of(node) == 1 else ""
-    return f"{full if types[node.refs()[0]].shape else ''}, {full}, {full} -> {full} ; {kinds}"
+    first = full if types[node.refs()[0]].shape else ""
+    return f"{', '.join([first] + [full] * (len(node.refs()) - 1))} -> {full} ; {kinds}"
 
 
 def _summing(node: Node, types: Types) -> str:
@@ -142,6 +143,8 @@ RULES = (
         for op, rest in (("mse_loss_backward", ""), ("smooth_l1_loss_backward", ", 1.0"), ("huber_loss_backward", ", 1.0"),
                          ("soft_margin_loss_backward", ""))
     ),
+    Rule("aten.binary_cross_entropy_backward.default", _loss_backward, "0",
+         samples=("f[4, 6], unit[4, 6], unit[4, 6], None, 0", "f[], unit[4, 6], unit[4, 6], None, 1", "f[], unit[4, 6], unit[4, 6], f[4, 6], 2")),
     Rule("aten.linalg_vector_norm.default", reduction("whole", 2, 3), samples=("f[4, 6], 2.0, (1,)", "f[4, 6], 3.0, None, True")),
     Rule("aten.cumsum.default", whole_dims(dim_at(1)), _summing,
          samples=("f[4, 6], 1", "f[4, 6], 0", "b[4, 6], 0", "wide[4, 6], 0, dtype=i64")),
