@@ -137,6 +137,7 @@ class _Emitter:
         for node in nodes:
             if node.op == "autopar.accumulate":
                 flush()
+                wait(node.refs())
                 self.accumulate(node)
             elif node.op == "autopar.microbatch":
                 flush()
@@ -197,6 +198,7 @@ class _Emitter:
         def local(value: str) -> str:
             if value not in names:
                 short = value.replace(prefix, "", 1) if prefix and prefix in value else value
+                short = short if short.isidentifier() else f"x_{short}"
                 if value not in inside:
                     if prefix and short == value:
                         short = "x"
