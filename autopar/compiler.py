@@ -124,7 +124,7 @@ def _same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Buc
 
 
 def _spec(final: LocalProgram, local: LocalProgram, module: Module, buckets: tuple[Bucket, ...], zero: int) -> Spec:
-    def table(kind: str) -> dict[str, tuple]:  # type: ignore[type-arg]
+    def table(kind: str) -> dict[str, tuple[torch.dtype, Sharding]]:
         return {i.path: (local.types[i.name].dtype, local.shardings[i.name]) for i in final.inputs_of(kind)}
 
     return Spec(

@@ -204,7 +204,7 @@ class Step:
         return whole
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the ranks that share its bucket."""
+        """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the owners of its parts."""
         state = self._need()
         flats = self._comm.exchange([p.detach() for p in state.parts], site="state_dict")
         out: dict[str, Tensor] = dict(state.fixed)
@@ -222,7 +222,10 @@ class Step:
     def load_state_dict(self, full: Mapping[str, Tensor]) -> None:
         """Sets weights and buffers from whole tensors by original name. Before the first batch they are kept until the step is compiled."""
         wanted = {n for n, _ in self._model.named_parameters()} | {n for n in self._model.state_dict()}
-        missing, unknown = sorted(wanted - set(full)), sorted(set(full) - wanted - set(dict(self._model.named_parameters(remove_duplicate=False))))
+        missing, unknown = (
+            sorted(wanted - set(full)),
+            sorted(set(full) - wanted - set(dict(self._model.named_parameters(remove_duplicate=False)))),
+        )
         if missing or unknown:
             raise InputError("the state doesn't fit the model", why=f"missing {missing[:5]}, unknown {unknown[:5]}")
         if self._state is None:
@@ -259,11 +262,15 @@ class Step:
 
     def save(self, folder: str | Path) -> None:
         """Not supported yet."""
-        raise UnsupportedError("step.save: checkpoints are not supported yet", hint="torch.save(step.full_state_dict(), path) keeps the weights")
+        raise UnsupportedError(
+            "step.save: checkpoints are not supported yet", hint="torch.save(step.full_state_dict(), path) keeps the weights"
+        )
 
     def load(self, folder: str | Path) -> None:
         """Not supported yet."""
-        raise UnsupportedError("step.load: checkpoints are not supported yet", hint="step.load_state_dict(torch.load(path)) sets the weights")
+        raise UnsupportedError(
+            "step.load: checkpoints are not supported yet", hint="step.load_state_dict(torch.load(path)) sets the weights"
+        )
 
     # -- looking at it
 
@@ -315,7 +322,9 @@ class Step:
 
     def timeline(self, path: str | Path) -> None:
         """Not supported yet."""
-        raise UnsupportedError("step.timeline: timelines are not supported yet", hint="step.metrics holds the communication of the last step")
+        raise UnsupportedError(
+            "step.timeline: timelines are not supported yet", hint="step.metrics holds the communication of the last step"
+        )
 
     def close(self) -> None:
         """Frees process groups and buffers. The step can't be used afterwards."""
@@ -399,7 +408,9 @@ class Step:
         if self._train is None:
             self._begin(compiled)
         else:
-            self.reports.append(f"compiled {kind} for batch shapes {[tuple(t.shape) for t in tensors]} in {time.perf_counter() - begun:.1f} s")
+            self.reports.append(
+                f"compiled {kind} for batch shapes {[tuple(t.shape) for t in tensors]} in {time.perf_counter() - begun:.1f} s"
+            )
         return _Loaded(compiled, run, tree)
 
     def _begin(self, compiled: Compiled) -> None:
@@ -431,7 +442,7 @@ class Step:
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
     def _agree(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> None:
-        """All ranks hold one model, seed and kind of batch; ranks of one data coordinate hold the same rows. Raises InputError on every rank."""
+        """All ranks hold one model, seed and kind of batch; ranks of one data coordinate the same rows. Else InputError on every rank."""
         if self.mesh.size == 1:
             return
         shapes = [(p, str(t.dtype), tuple(t.shape)) for p, t in zip(tree.paths, tensors, strict=True)]
@@ -607,7 +618,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 
 def _wanted_outputs(program: Program, kind: str) -> Program:
-    """The outputs that a kind of call returns: training its loss, gradients and buffers; evaluation its loss and divisor; forward the model's outputs."""
+    """The outputs that a kind of call returns: training: loss, gradients, buffers; evaluation: loss, divisor; forward: the model's."""
     if kind == "train":
         return replace(program, outputs=tuple(o for o in program.outputs if o.kind != "output"))
     if kind == "forward":

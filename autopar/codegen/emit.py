@@ -35,8 +35,8 @@ class _Statement:
 class Module:
     """An emitted module.
 
-    ``source`` defines ``constants(device, consts)``, the segments, and ``step(comm, params, buckets, buffers, batch, constants, key)``, which
-    returns loss, gradients by bucket, new buffers and outputs. The tuples hold the paths of its arguments and results in order.
+    ``source`` defines ``constants(comm, consts)``, the segments, and ``step(comm, params, buckets, buffers, batch, constants, key)``,
+    which returns loss, gradients by bucket, new buffers and outputs. The tuples hold the paths of its arguments and results in order.
     """
 
     source: str
@@ -280,7 +280,7 @@ class _Emitter:
             if any(o in needed for o in node.outs):
                 needed.update(node.refs())
                 kept.append(node)
-        lines = ['def constants(comm, consts):', '    """Tensors that no step changes, made once."""']
+        lines = ["def constants(comm, consts):", '    """Tensors that no step changes, made once."""']
         body: list[str] = []
         consts = [i for i in p.inputs_of("const")]
         if consts:
@@ -292,7 +292,9 @@ class _Emitter:
                 body += assign(i.name, "torch.ones", [str(kind.shape), f"dtype={kind.dtype}", "device=comm.device"], 4)
         for node in reversed(kept):
             extra = {"device": "comm.device"} if not node.refs() else {}
-            function, args = call(node, lambda v: v, lambda v: offset(v).replace('c["', 'comm.coords["') if isinstance(v, Offset) else str(v.value), extra)
+            function, args = call(
+                node, lambda v: v, lambda v: offset(v).replace('c["', 'comm.coords["') if isinstance(v, Offset) else str(v.value), extra
+            )
             body += assign(", ".join(o or "_" for o in node.outs), function, args, 4, self.comment(node.name))
         result = bracket("return (", shared, 4) if shared else ["    return ()"]
         return [*lines, *body, *result, "", ""]
@@ -327,7 +329,9 @@ class _Emitter:
     def body(self) -> list[str]:
         """Statements in order with the deletions; those of the loop indented."""
         p = self.program
-        kept = {o.value for o in p.outputs} | {i.name for i in p.inputs if i.kind in ("const", "tangent", "param", "bucket", "buffer", "key")}
+        kept = {o.value for o in p.outputs} | {
+            i.name for i in p.inputs if i.kind in ("const", "tangent", "param", "bucket", "buffer", "key")
+        }
         last: dict[str, int] = {}
         for n, s in enumerate(self.statements):
             for v in (*s.reads, *s.defines):

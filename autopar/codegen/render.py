@@ -72,7 +72,7 @@ _FUNCTIONS = {"aten.mm.default": "torch.mm", "aten.bmm.default": "torch.bmm"}
 def call(
     node: Node, name: Callable[[str], str], lift: Callable[[Any], str], extra: dict[str, str] | None = None
 ) -> tuple[str, list[str] | None]:
-    """(function, arguments) of a node's call; a node that prints as an operator has the expression as the function and None for arguments."""
+    """(function, arguments) of a node's call; one that prints as an operator has the expression as function and None for arguments."""
     args = [literal(a, name, lift) for a in node.args]
     kwargs = [f"{k}={literal(v, name, lift)}" for k, v in node.kwargs] + [f"{k}={v}" for k, v in (extra or {}).items()]
     if not kwargs:

@@ -48,7 +48,9 @@ class Builder:
         """Appends a call of an op with a single output (or the given types); the Ref of its output, or a tuple of Refs."""
         assert self._at is not None
         if types is None:
-            found = self._infer(op, map_refs(args, self.types.__getitem__), {k: map_refs(v, self.types.__getitem__) for k, v in kwargs.items()})
+            found = self._infer(
+                op, map_refs(args, self.types.__getitem__), {k: map_refs(v, self.types.__getitem__) for k, v in kwargs.items()}
+            )
             assert all(t is not None for t in found)
             types = tuple(t for t in found if t is not None)
         stem = f"{self._at.name}_{op.split('.')[1].strip('_')}"

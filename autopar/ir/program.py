@@ -5,7 +5,7 @@ A pass takes a Program and returns a new one; nothing here is ever edited in pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -113,6 +113,16 @@ class Node:
             return self.args[position]
         return dict(self.kwargs).get(name, default)
 
+    def reading(self, names: Sequence[str]) -> Node:
+        """The node with other operands: ``names`` in the order of ``refs``."""
+        left = iter(names)
+
+        def rename(_: str) -> Ref:
+            return Ref(next(left))
+
+        args = map_refs(self.args, rename)
+        return replace(self, args=args, kwargs=tuple((k, map_refs(v, rename)) for k, v in self.kwargs))
+
     def with_args(self, *args: Any, **kwargs: Any) -> Node:
         return replace(self, args=tuple(args), kwargs=tuple(sorted(kwargs.items())))
 
@@ -157,8 +167,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """A value that the step returns: the loss, the gradient of a parameter, the new value of a buffer, an output leaf of the model; in local
-    programs also this rank's part of the gradients of a bucket."""
+    """A value that the step returns: the loss, the gradient of a parameter, the new value of a buffer, an output leaf of the model; in
+    local programs also this rank's part of the gradients of a bucket."""
 
     value: str
     kind: Literal["loss", "grad", "buffer", "output", "bucket"]

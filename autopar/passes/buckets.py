@@ -73,6 +73,7 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
     tail: list[Node] = []
 
     for bucket in buckets:
+
         def add(op: str, args: tuple[Any, ...], name: str, shape: tuple[int, ...], nodes: list[Node], phase: Any, region: Any) -> str:
             nodes.append(Node(op, args, (name,), (), phase, Where(bucket.name), region))  # noqa: B023 - called within the turn
             types[name] = TensorType(bucket.dtype, shape)  # noqa: B023
@@ -108,8 +109,9 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
             at = bucket.axes.index(axis)
             atoms = (*sizes, part)
             sizes[at] = 1
-            args = (Ref(flat), atoms, at, Offset(((axis, 1),)), 1, (math.prod(sizes) * part,))
-            flat = add("autopar.piece", args, f"{bucket.name}_grad_{axis}", args[-1], nodes, "backward", post)
+            shape = (math.prod(sizes) * part,)
+            own = (Ref(flat), atoms, at, Offset(((axis, 1),)), 1, shape)
+            flat = add("autopar.piece", own, f"{bucket.name}_grad_{axis}", shape, nodes, "backward", post)
         if bucket.partial:
             args = (Ref(flat), bucket.partial, 0, "sum")
             flat = add("comm.reduce_scatter", args, f"{bucket.name}_grad_own", (part,), nodes, "backward", post)

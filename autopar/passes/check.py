@@ -49,7 +49,7 @@ def check_program(program: Program) -> None:
 
 
 def check_local(program: LocalProgram) -> None:
-    """What ``check_program`` checks, and that every node's local result has the shape that its sharding says; no sum is left where it may not be.
+    """What ``check_program`` checks, and that every node's local result has the shape that its sharding says.
 
     Collectives are checked against the shardings on both sides.
     """
@@ -84,7 +84,10 @@ def check_local(program: LocalProgram) -> None:
 
 def _neighbours(program: Program, node: Node, around: int = 4) -> str:
     n = next(i for i, other in enumerate(program.nodes) if other is node)
-    lines = [("> " if i == n else "  ") + show_node(program, program.nodes[i]) for i in range(max(0, n - around), min(len(program.nodes), n + around + 1))]
+    lines = [
+        ("> " if i == n else "  ") + show_node(program, program.nodes[i])
+        for i in range(max(0, n - around), min(len(program.nodes), n + around + 1))
+    ]
     return "around it:\n" + "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""From global to local: every node runs on this rank's pieces, and where an operand lies otherwise than it is needed a reshard is inserted."""
+"""From global to local: nodes run on this rank's pieces, and where an operand lies otherwise than it is needed it is resharded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import VerifyError
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Offset, Output, Program, Ref, TensorType, Where, map_refs
+from autopar.ir.program import Node, Offset, Output, Program, Ref, TensorType, Where
 from autopar.layout.mesh import Mesh
 from autopar.layout.reshard import Step, plan_reshard
 from autopar.layout.sharding import REPLICATE, Sharding
@@ -48,14 +48,12 @@ class _Inserter:
             operands, outputs = self.layout.nodes[n]
             # what a turn adds to a total is converted in the turn
             at = replace(node, region="body") if node.op == "autopar.accumulate" else node
-            names = iter([self.want(r, s, at) for r, s in zip(node.refs(), operands, strict=True)])
+            names = [self.want(r, s, at) for r, s in zip(node.refs(), operands, strict=True)]
             for out, sharding in zip(node.outs, outputs, strict=True):
                 if out:
                     self.define(out, sharding)
-            node = replace(node, args=map_refs(node.args, lambda _: Ref(next(names))),
-                           kwargs=tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs))  # fmt: skip
             local = Local(self.mesh, operands, tuple(s if o else None for o, s in zip(node.outs, outputs, strict=True)))
-            node = self.by_atoms(node)
+            node = self.by_atoms(node.reading(names))
             self.nodes.append(self.rules[node.op].localize(node, local))
         outputs_ = tuple(self.output(o) for o in self.program.outputs)
         return LocalProgram(
@@ -149,7 +147,7 @@ class _Inserter:
         shape, source, target = step.after.local_shape(self.mesh), step.source, step.target
         if step.kind == "slice":
             piece = after[target.atom]
-            args = (Ref(value), before, target.atom, Offset(((axis, piece),)), piece, shape)
+            args: tuple[Any, ...] = (Ref(value), before, target.atom, Offset(((axis, piece),)), piece, shape)
             out = self.add("autopar.piece", args, f"{origin}_{axis}", shape, value, at)
         elif step.kind == "all_reduce":
             out = self.add("comm.all_reduce", (Ref(value), (axis,), source.combine), f"{origin}_{axis}", shape, value, at)

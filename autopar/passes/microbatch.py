@@ -8,13 +8,14 @@ a parameter lies above it, since it would be the whole forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.ir.program import Node, Offset, Program, Ref, Region, TensorType, map_refs
+from autopar.ir.program import Node, Offset, Program, Ref, Region, TensorType
 from autopar.layout.mesh import MICROBATCH, Mesh
-from autopar.layout.sharding import PARTIAL_SUM, REPLICATE, Placement
+from autopar.layout.sharding import PARTIAL_SUM, REPLICATE, Placement, Sharding
 from autopar.passes.insert_collectives import RANDOM_PLACE
 from autopar.rules import Local, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -136,14 +137,9 @@ class _Splitter:
     def piece(self, ref: str, name: str, atom: int, node: Node) -> str:
         """This turn's microbatch of a value computed on the whole batch."""
         if (name, atom) not in self.pieces:
-            dims, before = self.atoms.dims[ref], 0
-            for dim, sizes in enumerate(dims):
-                if atom < before + len(sizes):
-                    break
-                before += len(sizes)
-            outer = 1
-            for size in sizes[: atom - before]:
-                outer *= size
+            dims = self.atoms.dims[ref]
+            dim, within = [(d, i) for d, sizes in enumerate(dims) for i, _ in enumerate(sizes)][atom]
+            outer = math.prod(dims[dim][:within])
             shape = list(self.program.types[ref].shape)
             shape[dim] //= self.count
             out = self.fresh(f"{name}_mb")
@@ -170,11 +166,9 @@ class _Splitter:
             return held.name
         if ref not in self.whole:
             node = self.program.nodes[self.number[ref]]
-            names = iter([self.hoist(r) for r in node.refs()])
+            names = [self.hoist(r) for r in node.refs()]
             outs = tuple(self.fresh(f"{o}_all") if o else "" for o in node.outs)
-            args = map_refs(node.args, lambda _: Ref(next(names)))
-            kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
-            self.nodes["pre"].append(replace(node, args=args, kwargs=kwargs, outs=outs, region="pre"))
+            self.nodes["pre"].append(replace(node.reading(names), outs=outs, region="pre"))
             for old, new in zip(node.outs, outs, strict=True):
                 if old:
                     self.types[new], self.whole[old] = self.program.types[old], new
@@ -200,7 +194,7 @@ class _Splitter:
         return self.sums[ref]
 
     def emit(self, node: Node, n: int, option: Strategy, names: list[str], region: Region) -> None:
-        outputs = []
+        outputs: list[Sharding | None] = []
         for out, placement in zip(node.outs, option.outputs, strict=True):
             if not out:
                 outputs.append(None)
@@ -212,10 +206,7 @@ class _Splitter:
         operands = tuple(
             self.atoms.replicated(r).with_placement(MICROBATCH, p, self.mesh) for r, p in zip(node.refs(), option.inputs, strict=True)
         )
-        iterator = iter(names)
-        args = map_refs(node.args, lambda _: Ref(next(iterator)))
-        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(iterator)))) for k, v in node.kwargs)
-        node = replace(node, args=args, kwargs=kwargs, region=region)
+        node = replace(node.reading(names), region=region)
         if region == "body":
             node = self.localize(node, Local(self.mesh, operands, tuple(outputs)))
         self.nodes[region].append(node)
@@ -233,7 +224,9 @@ class _Splitter:
                     for size in sizes[a - first + 1 :]:
                         inner *= size
                     if a != first or starts[dim] != 0:
-                        raise PlanError("a random tensor whose samples aren't a major dim can't be split into microbatches", where=str(node.where))
+                        raise PlanError(
+                            "a random tensor whose samples aren't a major dim can't be split into microbatches", where=str(node.where)
+                        )
                     starts[dim] = Offset(((MICROBATCH, inner),))
             first += len(sizes)
         shape = out.local_shape(self.mesh)

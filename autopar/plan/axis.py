@@ -97,8 +97,8 @@ def solve(problem: Problem) -> Choice:
     groups: dict[tuple[object, ...], _Group] = {}
     group_of: dict[int | str, _Group] = {}
     for i in program.inputs:
-        key = ("input", i.kind, wildcard(i.path) if i.kind != "batch" else i.path, problem.inputs[i.name], program.types[i.name].dtype,
-               tuple(problem.input_choices(i.name)))  # fmt: skip
+        path, kind = wildcard(i.path) if i.kind != "batch" else i.path, program.types[i.name].dtype
+        key: tuple[object, ...] = ("input", i.kind, path, problem.inputs[i.name], kind, tuple(problem.input_choices(i.name)))
         if key not in groups:
             groups[key] = _Group([Strategy((), (p,)) for p in problem.input_choices(i.name)])
         groups[key].members.append(i.name)

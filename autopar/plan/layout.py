@@ -61,7 +61,12 @@ def from_params(program: Program, rules: Rules) -> dict[str, str]:
     found = {i.name: i.name for i in program.inputs_of("param")}
     for node in program.nodes:
         refs = node.refs()
-        if len(refs) == 1 and refs[0] in found and node.op in rules and (rules[node.op].linear == "moves" or node.op == "aten._to_copy.default"):
+        if (
+            len(refs) == 1
+            and refs[0] in found
+            and node.op in rules
+            and (rules[node.op].linear == "moves" or node.op == "aten._to_copy.default")
+        ):
             found.update({o: found[refs[0]] for o in node.outs if o})
     return found
 
@@ -182,7 +187,18 @@ def choose(
         pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
         roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch)
         problem = Problem(
-            program, atoms, rules, mesh, axis, device, layout.nodes, layout.inputs, roles.allowed, roles.input_choices, True, roles.surcharge
+            program,
+            atoms,
+            rules,
+            mesh,
+            axis,
+            device,
+            layout.nodes,
+            layout.inputs,
+            roles.allowed,
+            roles.input_choices,
+            True,
+            roles.surcharge,
         )
         choice: Choice = solve(problem)
         seconds[axis] = choice.seconds
@@ -255,19 +271,23 @@ def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng:
                 options += [shard(a) for a, s in enumerate(sizes) if s % size == 0]
             if i.kind == "batch":
                 marks = atoms.marks[i.name]
-                options = [p for p in options if p.kind == "shard" and "batch" in marks[p.atom] and "mb" not in marks[p.atom]] or [REPLICATE] if axis == "dp" else [REPLICATE]
+                options = (
+                    [p for p in options if p.kind == "shard" and "batch" in marks[p.atom] and "mb" not in marks[p.atom]] or [REPLICATE]
+                    if axis == "dp"
+                    else [REPLICATE]
+                )
             if i.kind == "param" and axis == "dp":
                 options = [REPLICATE]
             given[i.name] = inputs[i.name] = rng.choice(options)
         for n, node in enumerate(program.nodes):
             operands, outputs = layout.nodes[n]
             dims, left = [s.dims for s in (*operands, *outputs)], [s.local_dims(mesh) for s in (*operands, *outputs)]
-            options = [
+            legal = [
                 s
                 for s in strategies(atoms.rows[n], dims, size, left)
                 if all(given[r] == p or step_kind(given[r], p) is not None for r, p in zip(node.refs(), s.inputs, strict=True))
             ]
-            nodes[n] = rng.choice(options)
+            nodes[n] = rng.choice(legal)
             given.update({o: p for o, p in zip(node.outs, nodes[n].outputs, strict=True) if o})
         layout = apply(layout, axis, mesh, nodes, inputs)
     return layout

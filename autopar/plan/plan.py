@@ -71,7 +71,9 @@ class Plan:
             raise PlanError(f"the plan {str(path)!r} can't be read", why=str(error)) from error
         known = {f.name for f in fields(Plan)}
         if not isinstance(data, dict) or not set(data) <= known:
-            raise PlanError(f"{str(path)!r} is not a plan", why=f"unknown fields {sorted(set(data) - known)}" if isinstance(data, dict) else "")
+            raise PlanError(
+                f"{str(path)!r} is not a plan", why=f"unknown fields {sorted(set(data) - known)}" if isinstance(data, dict) else ""
+            )
         return Plan(**data)
 
     def save(self, path: str | Path) -> None:
@@ -80,7 +82,9 @@ class Plan:
 
     def text(self) -> str:
         """The fields that are set, as JSON with sorted keys: the same plan gives the same text."""
-        return json.dumps({k: v for k, v in asdict(self).items() if v is not None and not (k == "strict" and not v)}, indent=1, sort_keys=True)
+        return json.dumps(
+            {k: v for k, v in asdict(self).items() if v is not None and not (k == "strict" and not v)}, indent=1, sort_keys=True
+        )
 
     def __str__(self) -> str:
         return self.text()

@@ -51,7 +51,7 @@ def _split(leaf: _Dim, sizes: list[int]) -> list[_Dim]:
 
 
 def _align(left: list[_Dim], right: list[_Dim]) -> bool:
-    """Makes two sequences of leaves the same sequence, refining where needed. False (and nothing done) where boundaries don't nest."""
+    """Makes two sequences of leaves the same sequence, refining where needed. False where boundaries don't nest."""
     sizes = refine([d.size for d in left], [d.size for d in right])
     if sizes is None:
         return False
@@ -68,23 +68,15 @@ def _align(left: list[_Dim], right: list[_Dim]) -> bool:
             now = [leaf] if len(own) <= 1 else _split(leaf, own) if leaf.parts is None else leaf.leaves()
             pieces += now
         flat.append(pieces)
-    if len(flat[0]) != len(flat[1]):  # a leaf occurred twice and was cut differently
-        return False
-    for a, b in zip(*flat, strict=True):
+    left, right = ([leaf for piece in side for leaf in piece.leaves()] for side in flat)
+    if [d.size for d in left] != [d.size for d in right]:  # a leaf occurs twice and is cut for both
+        return _align(left, right)
+    for a, b in zip(left, right, strict=True):
         a, b = a.root(), b.root()
-        if a is b:
-            continue
-        if a.parts is not None or b.parts is not None:
-            if not _align(a.leaves(), b.leaves()):
-                return False
-            if a.parts is None:
-                a.parent = b
-            elif b.parts is None:
-                b.parent = a
-            continue
-        a.parent = b
-        b.child |= a.child
-        b.marks |= a.marks
+        if a is not b:
+            a.parent = b
+            b.child |= a.child
+            b.marks |= a.marks
     return True
 
 

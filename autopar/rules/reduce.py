@@ -144,7 +144,8 @@ RULES = (
                          ("soft_margin_loss_backward", ""))
     ),
     Rule("aten.binary_cross_entropy_backward.default", _loss_backward, lambda n, _: "0 | 3" if len(n.refs()) == 4 else "0",
-         samples=("f[4, 6], unit[4, 6], unit[4, 6], None, 0", "f[], unit[4, 6], unit[4, 6], None, 1", "f[], unit[4, 6], unit[4, 6], f[4, 6], 2")),
+         samples=("f[4, 6], unit[4, 6], unit[4, 6], None, 0", "f[], unit[4, 6], unit[4, 6], None, 1",
+                  "f[], unit[4, 6], unit[4, 6], f[4, 6], 2")),
     Rule("aten.linalg_vector_norm.default", reduction("whole", 2, 3), samples=("f[4, 6], 2.0, (1,)", "f[4, 6], 3.0, None, True")),
     Rule("aten.cumsum.default", whole_dims(dim_at(1)), _summing,
          samples=("f[4, 6], 1", "f[4, 6], 0", "b[4, 6], 0", "wide[4, 6], 0, dtype=i64")),

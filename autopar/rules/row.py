@@ -57,8 +57,11 @@ class Row:
         return tuple(dict.fromkeys(f for term in (*self.inputs, *self.outputs) for dim in term for f in dim))
 
     def opaque(self, bad: Iterable[str]) -> Row:
-        """The same row where dims that merge any of ``bad`` become whole dims of their own."""
+        """The same row where dims that merge any of ``bad``, and dims of the factors merged with them, become whole dims of their own."""
         bad = set(bad)
+        dims = [set(dim) for term in (*self.inputs, *self.outputs) for dim in term]
+        while more := set().union(*(d for d in dims if d & bad)) - bad:
+            bad |= more
         sizes, kinds = dict(self.sizes), dict(self.kinds)
 
         def term(name: str, dims: Dims) -> Dims:

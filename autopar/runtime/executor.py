@@ -123,7 +123,8 @@ def make_state(spec: Spec, values: Callable[[str], Tensor], buffers: Mapping[str
             flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
         parts.append(nn.Parameter(own(flat, bucket, comm, spec.zero)))
     fixed = {
-        path: cut(values(path).detach().to(device), sharding, mesh, comm.coords).to(dtype) for path, (dtype, sharding) in spec.params.items()
+        path: cut(values(path).detach().to(device), sharding, mesh, comm.coords).to(dtype)
+        for path, (dtype, sharding) in spec.params.items()
     }
     held = {path: buffers[path].detach().to(device=device, dtype=dtype, copy=True) for path, (dtype, _) in spec.buffers.items()}
     return State(spec.buckets, parts, fixed, held, spec.zero)
@@ -166,7 +167,9 @@ class Executable:
         self._consts = tuple(consts[path].to(comm.device) for path in spec.consts)
         self._shared: tuple[Tensor, ...] | None = None
 
-    def run(self, state: State, batch: Sequence[Tensor], key: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]]:
+    def run(
+        self, state: State, batch: Sequence[Tensor], key: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]]:
         """(loss, gradients by bucket, new buffers by path, outputs)."""
         with torch.no_grad():
             if self._shared is None:
