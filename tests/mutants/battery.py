@@ -1,0 +1,200 @@
+"""What a fault has to get past: the check of some rows, the verifier, and ``verify`` on small models, chosen and random layouts."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import autopar.compare
+import autopar.compiler
+import autopar.step
+from autopar.api import verify
+from autopar.errors import VerifyError
+from autopar.layout import reshard
+from autopar.layout.mesh import Mesh
+from autopar.passes import check as verifier
+from autopar.plan.plan import Plan
+from autopar.rules import DEFAULT
+from autopar.rules.check import check
+from autopar.runtime.sim import SimComm
+from models import gpt, llama, mlp
+
+#: rows whose check is part of the battery.
+ROWS = (
+    "aten.mm.default", "aten.add.Tensor", "aten.sum.dim_IntList", "aten.amax.default", "aten.view.default", "aten.permute.default",
+    "aten.native_layer_norm.default", "aten.native_layer_norm_backward.default", "aten.cat.default", "aten.slice.Tensor",
+    "aten.expand.default", "aten.index_select.default", "aten.full.default", "aten.arange.start_step", "aten.tril.default",
+    *(op for op in DEFAULT.table if op.startswith("autopar.")),
+)  # fmt: skip
+#: rooms that the check of a row goes through.
+OF_ROWS = ("autopar.layout", "autopar.rules", "autopar.runtime.ops")
+#: rooms that the choice of a layout doesn't go through: what it chooses is remembered.
+AFTER_PLAN = ("autopar.passes.insert", "autopar.passes.buckets", "autopar.codegen", "autopar.runtime", "autopar.step", "autopar.layout.bucket")
+
+
+class Toy(nn.Module):
+    """What the models of the project lack: frozen and unreached parameters, a scalar one, a reused one, buffers written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.unreached = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 4)
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        y = torch.tanh(self.first(x)) * self.scale
+        y = self.frozen(self.norm(self.frozen(y)))
+        self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return self.last(y).logsumexp(-1).mean() + y.square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and batch on a mesh under a plan. ``draw``: the seed of a random layout."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    mesh: str
+    plan: Plan = field(default_factory=Plan)
+    draw: int | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    clip: float | None = None
+
+    @cache
+    def material(self) -> tuple[nn.Module, Any]:
+        """The model with all parameters random, and the batch."""
+        generator = torch.Generator().manual_seed(3)
+        model = self.build()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3 + (p.dim() < 2))
+        return model, self.batch(generator)
+
+
+def _gpt(name: str, mesh: str, plan: Plan, draw: int | None = None, **sizes: Any) -> Case:
+    sizes = dict(hidden=16, heads=2, layers=1, vocab=16, sequence=4, mlp_ratio=2) | sizes
+    return Case(name, lambda: gpt.build(**sizes), lambda g: gpt.batch(8, g, **sizes), mesh, plan, draw)
+
+
+def _llama(name: str, mesh: str, plan: Plan, draw: int | None = None, **sizes: Any) -> Case:
+    sizes = dict(hidden=16, heads=4, kv_heads=2, layers=1, vocab=12, sequence=4, mlp_hidden=12) | sizes
+    return Case(name, lambda: llama.build(**sizes), lambda g: llama.batch(8, g, **sizes), mesh, plan, draw)
+
+
+def _mlp(name: str, mesh: str, plan: Plan, draw: int | None = None, **sizes: Any) -> Case:
+    sizes = dict(features=6, hidden=10, code=3) | sizes
+    return Case(name, lambda: mlp.build(**sizes), lambda g: mlp.batch(8, g, **sizes), mesh, plan, draw, mlp.loss)
+
+
+CASES = (
+    _mlp("mlp, ZeRO 0", "dp=4", Plan(zero=0, buckets=300)),
+    _gpt("tied gpt with dropout, everything on", "dp=2,tp=2", Plan(sequence=True, microbatches=2, buckets=2000), dropout=0.3, tied=True),
+    _llama("llama", "tp=2", Plan(), fused_gate_up=True),
+    Case("toy", Toy, lambda g: (torch.randn(8, 6, generator=g),), "dp=2,tp=2", clip=0.05),
+    _gpt("gpt, odd vocabulary, microbatches", "dp=2", Plan(microbatches=4), vocab=15, layers=2),
+    _gpt("gpt with dropout, random layout", "tp=2,dp=2", Plan(microbatches=2, buckets=1000), 1, dropout=0.3),
+    _llama("llama, random layout", "dp=2,tp=2", Plan(), 2),
+    _gpt("tied gpt, random layout", "dp=2,tp=4", Plan(zero=0), 3, heads=4, tied=True),
+    _mlp("mlp, random layout", "tp=2,dp=2", Plan(microbatches=2), 4, features=8, hidden=12, code=4),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who noticed a fault (``""``: nobody), and what was said."""
+
+    by: str
+    text: str = ""
+
+
+class Battery:
+    """All checks with what no fault touches remembered: captures, and for faults behind the plan the chosen layouts."""
+
+    def __init__(self, cases: tuple[Case, ...] = CASES) -> None:
+        self.cases = cases
+        self._captured: dict[Any, Any] = {}
+        self._chosen: dict[Any, Any] = {}
+
+    def warm(self) -> None:
+        """Runs everything once without a fault. Raises AssertionError where something is noticed."""
+        for op in ROWS:
+            assert (report := check(DEFAULT[op], first=True)).ok, report
+        for case in self.cases:
+            verdict = self.run(case)
+            assert not verdict.by, f"{case.name}: {verdict.text}"
+
+    def judge(self, module: str) -> Verdict:
+        """Who notices a fault that was planted in a module. For a process of its own."""
+        reshard._search.cache_clear()  # noqa: SLF001
+        if module.startswith(("autopar.runtime.ops", "autopar.runtime.random")):
+            verifier._infer.cache_clear()  # noqa: SLF001
+        if module.startswith(OF_ROWS):
+            for op in ROWS:
+                try:
+                    report = check(DEFAULT[op], first=True)
+                except Exception as error:  # noqa: BLE001 - whatever a fault makes of it
+                    return Verdict("row check", f"{op}: {_told(error)}")
+                if not report.ok:
+                    return Verdict("row check", f"{op}: {report}")
+        for case in self.cases:
+            verdict = self.run(case, remember=module.startswith(AFTER_PLAN))
+            if verdict.by:
+                return verdict
+        return Verdict("")
+
+    def run(self, case: Case, make: type[SimComm] = SimComm, remember: bool = True) -> Verdict:
+        """``verify`` on one case."""
+        model, batch = case.material()
+        with ExitStack() as stack:
+            def change(target: Any, name: str, value: Any) -> None:
+                stack.enter_context(mock.patch.object(target, name, value))
+
+            capture, choose, compile_ = autopar.step.capture, autopar.compiler.choose, autopar.step.compile_program
+            change(autopar.step, "capture", lambda *a, **k: _kept(self._captured, case.name, lambda: capture(*a, **k)))
+            if remember:
+                change(autopar.compiler, "choose", lambda *a, **k: _kept(self._chosen, case.name, lambda: choose(*a, **k)))
+            if case.draw is not None:
+                change(autopar.step, "compile_program", partial(compile_, draw=random.Random(case.draw)))
+            change(autopar.compare, "first_difference", lambda *a: "")
+            try:
+                report = verify(
+                    model, Mesh.parse(case.mesh), batch, plan=case.plan, loss=case.loss, clip_grad_norm=case.clip, steps=2, make=make
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a fault makes of it
+                places = traceback.extract_tb(error.__traceback__)
+                in_verifier = isinstance(error, VerifyError) and any(p.filename == verifier.__file__ for p in places)
+                compiling = any(p.filename == autopar.compiler.__file__ for p in places)
+                by = "verifier" if in_verifier else "an error while compiling" if compiling else "verify: an error"
+                return Verdict(by, f"{case.name}: {_told(error)}")
+        if report.ok:
+            return Verdict("")
+        differs = [r for r in report.rows if not r.ok]
+        text = f"{differs[0].kind} {differs[0].name} {differs[0].difference:.1e}" if differs else report.replicas[0]
+        return Verdict("verify: a difference" if differs else "verify: replicas differ", f"{case.name}: {text}")
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _kept(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    if key not in table:
+        table[key] = make()
+    return table[key]
