@@ -18,6 +18,7 @@ from autopar.layout.sharding import Sharding
 from autopar.passes.buckets import CAP, bucketize, make_buckets
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.check import check_local, check_program
+from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
@@ -95,7 +96,7 @@ def compile_program(
     else:
         buckets = _same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
     zero = 1 if plan.zero is None else plan.zero
-    final = bucketize(local, buckets, zero)
+    final = fuse(bucketize(local, buckets, zero))
     check_local(final)
     module = emit(final, title)
     return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), overruled)

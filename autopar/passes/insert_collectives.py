@@ -12,6 +12,7 @@ from autopar.ir.program import Node, Offset, Output, Program, Ref, TensorType, W
 from autopar.layout.mesh import Mesh
 from autopar.layout.reshard import Step, plan_reshard
 from autopar.layout.sharding import REPLICATE, Sharding
+from autopar.passes.contiguous import make_contiguous
 from autopar.plan.layout import Layout
 from autopar.rules import Local, Rules
 from autopar.rules.atoms import Atoms
@@ -26,7 +27,7 @@ def insert_collectives(program: Program, atoms: Atoms, layout: Layout, mesh: Mes
     Gradients end sharded as their parameter; where it is replicated they may stay partial (the bucket reduces them). Loss, buffers and
     outputs end reduced; outputs of the model keep the shards of ``dp`` on the batch.
     """
-    return _Inserter(program, atoms, layout, mesh, rules).run()
+    return make_contiguous(_Inserter(program, atoms, layout, mesh, rules).run(), rules)
 
 
 class _Inserter:

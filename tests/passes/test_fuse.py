@@ -1,0 +1,83 @@
+"""Fusions on small local programs: what matches, and what must not."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.api import make_options
+from autopar.capture.tree import take_batch
+from autopar.compiler import Compiled
+from autopar.ir.text import show_node
+from autopar.layout.mesh import Mesh
+from autopar.step import Options, compile_step
+
+
+class Classifier(nn.Module):
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.twice = nn.Linear(8, 16), nn.Linear(16, 8), twice
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = self.down(torch.tanh(self.up(x)))
+        loss = F.cross_entropy(out, y)
+        return loss + out.amax(1, keepdim=True).mean() if self.twice else loss
+
+
+def options() -> Options:
+    return make_options(None, None, "auto", None, 0, "check", None, 0, "eager", ())
+
+
+def compiled(model: nn.Module, mesh: Mesh) -> Compiled:
+    tree, tensors = take_batch((torch.randn(4, 8), torch.randint(0, 8, (4,))))
+    return compile_step(model, mesh, options(), tree, tensors)
+
+
+def ops(c: Compiled) -> list[str]:
+    return [n.op for n in c.final.nodes]
+
+
+def test_bias_and_log_softmax_are_fused_where_nothing_is_split() -> None:
+    found = ops(compiled(Classifier(), Mesh()))
+    assert found.count("aten.addmm.default") == 2
+    assert "aten._log_softmax.default" in found and "aten._log_softmax_backward_data.default" in found
+    assert "aten.amax.default" not in found
+
+
+def test_a_bias_after_a_collective_is_not_fused() -> None:
+    c = compiled(Classifier(), Mesh(tp=2))
+    reduced = [n.outs[0] for n in c.final.nodes if n.op == "comm.all_reduce" and n.phase == "forward"]
+    assert reduced
+    assert not [n for n in c.final.nodes if n.op == "aten.addmm.default" and n.where.module == "down"]
+    assert [n for n in c.final.nodes if n.op == "aten.addmm.default" and n.where.module == "up"]
+
+
+def test_a_vocabulary_that_is_split_keeps_its_collectives() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(x), y)
+
+    tree, tensors = take_batch((torch.randn(4, 8), torch.randint(0, 8, (4,))))
+    pinned = make_options(None, None, autopar.Plan(shard={"head.weight": "dim0@tp"}), None, 0, "check", None, 0, "eager", ())
+    c = compile_step(Head(), Mesh(tp=2), pinned, tree, tensors)
+    split = [n for n in c.final.nodes if n.op == "aten._log_softmax.default" and c.final.types[n.outs[0]].shape[1] != 8]
+    assert not split, [show_node(c.final, n) for n in split]
+
+
+def test_an_inner_value_with_another_reader_is_kept() -> None:
+    found = ops(compiled(Classifier(twice=True), Mesh()))
+    assert "aten.amax.default" in found
+
+
+def test_fused_programs_are_equal() -> None:
+    batch = (torch.randn(4, 8), torch.randint(0, 8, (4,)))
+    for model in (Classifier(), Classifier(twice=True)):
+        for mesh in (Mesh(), Mesh(dp=2), Mesh(tp=2)):
+            report = autopar.verify(model, mesh, batch)
+            assert report.ok, report.table()
