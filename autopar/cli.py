@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -47,20 +48,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(a: argparse.Namespace) -> int:
-    from autopar.train import Job, summary, train
+    from autopar.train import Job
 
     mesh, plan = _mesh_and_plan(a)
     job = Job(
         file=a.file, mesh=mesh, plan=plan, steps=a.steps, batch=_batch(a, mesh, plan, 8), preset=a.preset, overrides=_overrides(a), lr=a.lr,
         optimizer=a.optimizer, weight_decay=a.weight_decay, clip=a.clip, out=a.out, eval_every=a.eval_every, eval_batches=a.eval_batches,
-        data=a.data, seed=a.seed, backend=a.backend, precision=a.precision,
+        data=a.data, seed=a.seed, backend=a.backend, precision=a.precision, json=a.json,
     )  # fmt: skip
     job.load()  # a mistake in the file shows before workers start
-    result = _on_workers(train, mesh, job)
-    if result is None:
-        return DONE
-    print(json.dumps({k: v for k, v in result.items() if k != "explain"}) if a.json else summary(result))
-    return INTERRUPTED if result["interrupted"] else DONE
+    _on_workers(_train_rank, mesh, job)
+    return DONE
+
+
+def _train_rank(job: Any) -> None:
+    from autopar.train import summary, train
+
+    result = train(job)
+    if "explain" in result:  # rank 0
+        print(json.dumps({k: v for k, v in result.items() if k != "explain"}) if job.json else summary(result), flush=True)
+    if result["interrupted"]:
+        if job.mesh.size > 1:
+            # the launcher has asked for the end, reads no results any more, and kills whom torch's tearing down keeps for seconds
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
 
 
 def _plan(a: argparse.Namespace) -> int:
@@ -319,8 +332,6 @@ def parse_plan(text: str | None) -> Plan:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -241,8 +241,8 @@ class Stop:
 # -- the job
 
 
-def train(job: Job) -> dict[str, Any] | None:
-    """Trains on this rank. Rank 0 shows progress, writes ``job.out`` and returns the figures; the others return None."""
+def train(job: Job) -> dict[str, Any]:
+    """Trains on this rank. Rank 0 shows progress, writes ``job.out`` and returns the figures; the others whether it was interrupted."""
     file = job.load()
     model = file.build(job.seed)
     step = parallelize(
@@ -280,7 +280,7 @@ class _Training:
         self.say(f"step {done:>5}: held-out loss {loss:.4f}{' nats a byte' if self.data.unit == 'tokens' else ''}")
         return loss
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> dict[str, Any]:
         job, step, data = self.job, self.step, self.data
         device = torch.device("cuda", torch.cuda.current_device()) if job.mesh.device == "cuda" else torch.device("cpu")
         begun = time.perf_counter()
@@ -338,11 +338,11 @@ class _Training:
         return tqdm(total=self.job.steps, unit="step", disable=self.rank != 0, file=sys.stderr, dynamic_ncols=True,
                     mininterval=0.5 if sys.stderr.isatty() else 10.0)  # fmt: skip
 
-    def finish(self, done: int, interrupted: bool, seconds: float) -> dict[str, Any] | None:
+    def finish(self, done: int, interrupted: bool, seconds: float) -> dict[str, Any]:
         """Writes plan, report, source and weights. Collective."""
         weights = self.step.full_state_dict()
         if self.rank:
-            return None
+            return {"interrupted": interrupted}
         out = self.out
         explained = self.step.explain()
         source = self.step.save_source(out / "source")
