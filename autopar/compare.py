@@ -241,7 +241,8 @@ def _whole_values(program: Program, values: Mapping[str, Tensor]) -> dict[str, l
     env: dict[str, list[Tensor]] = {k: [v] for k, v in values.items()}
 
     def call(node: Node, get: Callable[[str], Tensor], mb: int) -> tuple[Any, ...]:
-        return _call(node, get, {MICROBATCH: mb}, None)
+        # the program of one process has no copies in front of kernels that read raw memory
+        return _call(node, lambda name: get(name).contiguous(), {MICROBATCH: mb}, None)
 
     _execute(program, env, call)
     return env

@@ -51,14 +51,14 @@ def _cpu_flash_backward(node: Node, types: Types) -> str:
 
 
 RULES = (
-    Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, contraction=True, samples=(
+    Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, contraction=True, dense_last=(0, 1, 2), samples=(
         "f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2]",
         "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], 0.0, True",
         "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 1, 4, 6]",
         "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 6], scale=0.5",
     )),
     Rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", _cpu_flash_backward, "0", contraction=True,
-         contiguous=(0, 1, 2, 3, 4), samples=(
+         dense_last=(1, 2, 3, 4), samples=(
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, False",
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, True",
              "f[4, 2, 4, 2], f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], f[4, 2, 4, 2], f[4, 2, 4], 0.0, False, attn_mask=f[4, 1, 4, 6]",

@@ -96,15 +96,15 @@ def _batch_norm_backward(node: Node, types: Types) -> str:
 RULES = (
     Rule("aten.native_layer_norm.default", _layer_norm,
          samples=("f[4, 2, 6], (6,), f[6], f[6], 1e-5", "f[4, 2, 6], (2, 6), None, None, 1e-5", "f[4, 6], (6,), f[6], None, 1e-5")),
-    Rule("aten.native_layer_norm_backward.default", _layer_norm_backward, "0", contiguous=(0, 1, 2, 3), samples=(
+    Rule("aten.native_layer_norm_backward.default", _layer_norm_backward, "0", contiguous=(2, 3), samples=(
         "f[4, 2, 6], f[4, 2, 6], (6,), f[4, 2, 1], pos[4, 2, 1], f[6], f[6], (True, True, True)",
         "f[4, 6], f[4, 6], (6,), f[4, 1], pos[4, 1], f[6], None, (True, True, False)",
         "f[4, 2, 6], f[4, 2, 6], (2, 6), f[4, 1, 1], pos[4, 1, 1], None, None, (True, False, False)",
     )),
-    Rule("aten.native_group_norm.default", _group_norm, local=_group_norm_local,
+    Rule("aten.native_group_norm.default", _group_norm, local=_group_norm_local, contiguous=(0, 1, 2),
          samples=("f[4, 6, 2, 4], f[6], f[6], 4, 6, 8, 2, 1e-5", "f[4, 6, 2, 4], None, None, 4, 6, 8, 3, 1e-5")),
     Rule("aten.native_group_norm_backward.default", _group_norm_backward, "0", local=_group_norm_backward_local,
-         contiguous=(0, 1, 2, 3), samples=(
+         contiguous=(0, 1, 2, 3, 4), samples=(
         "f[4, 6, 2, 4], f[4, 6, 2, 4], f[4, 2], pos[4, 2], f[6], 4, 6, 8, 2, (True, True, True)",
         "f[4, 6, 2, 4], f[4, 6, 2, 4], f[4, 2], pos[4, 2], None, 4, 6, 8, 2, (True, False, False)",
     )),

@@ -78,7 +78,8 @@ class Rule:
         contraction: the op is a sum of products (2 flops for every point of the space of its factors).
         samples: argument lists as text, for the row's own test: ``f[4, 6], f[6, 8]`` (see ``rules.check``).
         timid_ok: why operands aren't said to be linear though the samples look so.
-        contiguous: operands whose kernel reads raw memory, so their pieces must be contiguous.
+        contiguous: operands whose kernel reads raw memory: a view in another order gives wrong numbers (tried on CPU).
+        dense_last: operands of which it asks only that the last dim has stride 1.
     """
 
     op: str
@@ -91,6 +92,7 @@ class Rule:
     samples: tuple[str, ...] = ()
     timid_ok: str = ""
     contiguous: tuple[int, ...] = ()
+    dense_last: tuple[int, ...] = ()
 
     def bind(self, node: Node, types: Types) -> Row:
         """The row of one node. Raises RuleError where the text doesn't fit the shapes."""
