@@ -61,7 +61,7 @@ class Toy(nn.Module):
         y = torch.tanh(self.first(x)) * self.scale
         y = self.frozen(self.norm(self.frozen(y)))
         self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
-        return self.last(y).logsumexp(-1).mean() + y.square().mean()
+        return self.last(y).logsumexp(-1).mean() + y.square().mean() + (y.amax(-1) - y.amin(-1)).mean() + self.first.bias.amax()
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ CASES = (
     _gpt("tied gpt with dropout, everything on", "dp=2,tp=2", Plan(sequence=True, microbatches=2, buckets=2000), dropout=0.3, tied=True),
     _llama("llama", "tp=2", Plan(), fused_gate_up=True),
     Case("toy", Toy, lambda g: (torch.randn(8, 6, generator=g),), "dp=2,tp=2", clip=0.05),
+    Case("toy, random layout", Toy, lambda g: (torch.randn(8, 6, generator=g),), "tp=4,dp=2", draw=3),
     _gpt("gpt, odd vocabulary, microbatches", "dp=2", Plan(microbatches=4), vocab=15, layers=2),
     _gpt("gpt with dropout, random layout", "tp=2,dp=2", Plan(microbatches=2, buckets=1000), 1, dropout=0.3),
     _llama("llama, random layout", "dp=2,tp=2", Plan(), 2),
@@ -175,7 +176,7 @@ class Battery:
             change(autopar.compare, "first_difference", lambda *a: "")
             try:
                 report = verify(
-                    model, Mesh.parse(case.mesh), batch, plan=case.plan, loss=case.loss, clip_grad_norm=case.clip, steps=2, make=make
+                    model, Mesh.parse(case.mesh), batch, plan=case.plan, loss=case.loss, clip_grad_norm=case.clip, steps=3, make=make
                 )
             except Exception as error:  # noqa: BLE001 - whatever a fault makes of it
                 places = traceback.extract_tb(error.__traceback__)

@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -96,6 +97,12 @@ class Fault:
         live.__code__ = code
 
 
+@cache
+def source_of(module: str) -> str:
+    """A module's source, read once: the files may change under a long run."""
+    return inspect.getsource(importlib.import_module(module))
+
+
 def find(module: str, name: str) -> FunctionType:
     """The plain function behind a name like ``Class.method``, unwrapped from what decorates it."""
     at: Any = importlib.import_module(module)
@@ -126,7 +133,7 @@ def functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, a
 def faults() -> Iterator[Fault]:
     """Every fault of every target, in the order of the sources."""
     for module, names in TARGETS.items():
-        tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+        tree = ast.parse(source_of(module))
         for name, function in functions(tree, names):
             seen = Counter[str]()
             for number, (_, _, _, node) in enumerate(_places(function)):
@@ -160,7 +167,7 @@ def _short(node: ast.AST) -> str:
 
 def _compiled(module: str, name: str, number: int, made: ast.AST | None) -> CodeType:
     """The code of a function with the node at a place exchanged."""
-    changed = ast.parse(inspect.getsource(importlib.import_module(module)))
+    changed = ast.parse(source_of(module))
     function = dict(functions(changed, (name,)))[name]
     parent, field, index, _ = list(_places(function))[number]
     new = copy.deepcopy(made)
