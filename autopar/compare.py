@@ -22,7 +22,7 @@ from autopar.runtime import ops
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import cut, paste
 from autopar.runtime.random import step_key
-from autopar.runtime.sim import run_simulated
+from autopar.runtime.sim import bits, run_simulated
 
 #: relative difference that is allowed, by dtype of what is compared: rounding of sums in another order.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
@@ -180,7 +180,7 @@ def _replicas(runs: list[Run], mesh: Mesh, compiled: Compiled) -> tuple[str, ...
                 continue
             starts = sharding.starts(mesh, mesh.coords(rank))
             other, piece = seen.setdefault(starts, (rank, run.pieces[path]))
-            if not torch.equal(piece.reshape(-1).view(torch.uint8), run.pieces[path].reshape(-1).view(torch.uint8)):
+            if not torch.equal(bits(piece), bits(run.pieces[path])):
                 found.append(f"{path} on ranks {other} and {rank}")
     for rank, run in enumerate(runs):
         if any(not torch.equal(a, b) for a, b in zip(run.losses, runs[0].losses, strict=True)):

@@ -613,7 +613,8 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     h = hashlib.sha256()
     for t in tensors:
         h.update(repr((t.dtype, tuple(t.shape))).encode())
-        h.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        t = t.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element of stride 0 counts as contiguous, and isn't
+        h.update(t.view(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()
 
 

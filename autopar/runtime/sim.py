@@ -181,7 +181,7 @@ class SimComm(Comm):
 
         def finish() -> Tensor:
             self._world.block(self.rank, text, lambda: slot.full)
-            if not torch.equal(_bits(x), _bits(sent)):
+            if not torch.equal(bits(x), bits(sent)):
                 raise CommError(f"{call.position()}: the input was modified between start and wait", where=call.site)
             parts = [slot.parts[rank] for rank in group.ranks]
             slot.taken += 1
@@ -209,9 +209,10 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, 1-D uint8: NaN equals itself, and -0.0 differs from 0.0."""
-    return x.reshape(-1).view(torch.uint8)
+    # a copy: a tensor of one element may have stride 0 and count as contiguous, but not be viewed in another type
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def run_simulated(

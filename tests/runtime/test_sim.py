@@ -41,6 +41,15 @@ def test_empty(shape: tuple[int, ...]) -> None:
             assert same(value, expected(kind, inputs, mesh, rank, ("tp",), (0, 0), "sum"))
 
 
+def test_one_element_of_stride_zero() -> None:
+    def rank(comm: SimComm) -> float:
+        x = torch.ones((), dtype=torch.float64).expand(1)
+        assert x.is_contiguous() and x.stride() == (0,)
+        return comm.all_reduce(x, ("tp",)).wait().item()
+
+    assert run_simulated(Mesh(tp=2), rank) == [2.0, 2.0]
+
+
 def test_out_is_used_and_may_alias() -> None:
     def rank(comm: SimComm) -> None:
         whole = torch.zeros(4, 3)
