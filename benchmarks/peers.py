@@ -332,7 +332,7 @@ def race(settings: Settings) -> dict[str, Any]:
             "sent": mean(name, "sent"),
             "exposed": mean(name, "exposed"),
             "peak": max(r["peak"] for r in ranks[: 1 if name == "plain" else None]),
-            "whole": max(r["whole"] for r in ranks[: 1 if name == "plain" else None]),
+            "whole": max(max(r["whole"], r["peak"]) for r in ranks[: 1 if name == "plain" else None]),
         }
         for name in settings.names
     }
