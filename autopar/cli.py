@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     try:
         arguments = _parser().parse_args(argv)
+        _quiet()
         return arguments.run(arguments)
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
@@ -56,7 +59,9 @@ def _train(a: argparse.Namespace) -> int:
         optimizer=a.optimizer, weight_decay=a.weight_decay, clip=a.clip, out=a.out, eval_every=a.eval_every, eval_batches=a.eval_batches,
         data=a.data, seed=a.seed, backend=a.backend, precision=a.precision, json=a.json,
     )  # fmt: skip
-    job.load()  # a mistake in the file shows before workers start
+    job.load()  # mistakes show before workers start
+    with _writing(a.out):
+        Path(a.out).mkdir(parents=True, exist_ok=True)
     _on_workers(_train_rank, mesh, job)
     return DONE
 
@@ -85,7 +90,8 @@ def _plan(a: argparse.Namespace) -> int:
         raise InputError("autopar plan needs a mesh", hint="--mesh dp=2,tp=2")
     inspection = _inspection(a)
     if a.save is not None:
-        inspection.plan.save(a.save)
+        with _writing(a.save):
+            inspection.plan.save(a.save)
     print(inspection.plan.text() if a.json or a.save is None else f"plan: {a.save}")
     return DONE
 
@@ -224,7 +230,21 @@ class _Failed:
     error: AutoparError
 
 
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path!r} can't be written", why=str(error)) from error
+
+
+def _quiet() -> None:
+    """torch logs a traceback of an op that fails during capture; the error that follows says the same in the user's terms."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
 def _guarded(fn: Callable[[Any], Any], job: Any) -> Any:
+    _quiet()
     try:
         return fn(job)
     except AutoparError as error:
@@ -233,9 +253,13 @@ def _guarded(fn: Callable[[Any], Any], job: Any) -> Any:
 
 def _on_workers(fn: Callable[[Any], Any], mesh: Mesh, job: Any) -> Any:
     """``fn(job)`` on every rank; what rank 0 returned. Raises the first mistake that is not about lost communication."""
+    import torch
+
     from autopar.api import check_mesh
 
     check_mesh(mesh)
+    if mesh.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("there is no CUDA device", hint="--device cpu")
     if mesh.size == 1:
         results = [_guarded(fn, job)]
     else:
@@ -285,12 +309,7 @@ def _mesh_and_plan(a: argparse.Namespace) -> tuple[Mesh, Plan]:
     plan = parse_plan(a.plan)
     text = a.mesh if a.mesh is not None else plan.mesh or ""
     mesh = Mesh.parse(text)
-    return (replace_device(mesh, a.device) if a.device else mesh), plan
-
-
-def replace_device(mesh: Mesh, device: str) -> Mesh:
-    """The same mesh on another kind of device."""
-    return Mesh(mesh.axes, device=device)
+    return Mesh(mesh.axes, device=a.device), plan
 
 
 def _batch(a: argparse.Namespace, mesh: Mesh, plan: Plan, least: int) -> int:

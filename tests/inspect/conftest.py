@@ -1,0 +1,3 @@
+from tests.procs.conftest import procs
+
+__all__ = ["procs"]
