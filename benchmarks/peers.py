@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -204,7 +204,7 @@ def dtensor(settings: Settings, sequence: bool) -> Runner:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.full_tensor().detach()
+        return cast(DTensor, loss).full_tensor().detach()
 
     return Runner(step)
 
@@ -518,7 +518,7 @@ def main() -> int:
         print(f"DTensor is left out: its plan here is for models/gpt.py, not for {args.model}")
     settings = Settings(names, args.model, args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout)
     base = BASE if BASE in names else names[0]
-    alone = {}
+    alone: dict[str, Any] = {}
     for name in [] if args.no_alone else names:
         alone |= run_ranks(Settings(**{**settings.__dict__, "names": [name], "steps": 1, "blocks": 0}), "loopback")
     what = f"models/{args.model}.py preset {args.preset}, float32, global batch {args.batch}"
