@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir.program import Node, Offset, TensorType
+from autopar.ir.program import Node, Offset, Ref, TensorType
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
 from autopar.rules.row import Row, bind, parse
@@ -299,6 +299,4 @@ def refine(a: list[int], b: list[int]) -> list[int] | None:
 
 def refs_in(tree: Any) -> int:
     """How many tensors an argument tree holds."""
-    from autopar.ir.program import Ref
-
     return 1 if isinstance(tree, Ref) else sum(map(refs_in, tree)) if isinstance(tree, tuple) else 0
