@@ -91,7 +91,7 @@ def replicas(ranks: list[dict[str, Any]], mesh: Mesh) -> None:
 def test_rest(procs: Pools, mesh: str) -> None:
     where = Mesh.parse(mesh)
     first, second = jobs.batches_of("gpt", 2)
-    for number, found in enumerate(procs(where.size).run(jobs.rest, mesh), timeout=LIMIT):
+    for number, found in enumerate(procs(where.size).run(jobs.rest, mesh, timeout=LIMIT)):
         model = jobs.model_of("gpt")
         model.load_state_dict(found["state"], strict=True)
         model.eval()
