@@ -113,13 +113,12 @@ def test_broken_files(name: str, command: str, capsys: pytest.CaptureFixture[str
     assert text in err and "Traceback" not in err and err.count("autopar: ") == 1
 
 
-def test_mistake_of_a_process_and_of_workers(tmp_path: Path) -> None:
-    done = run("inspect", "nowhere.py")
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("autopar: there is no model file")
+@pytest.mark.procs
+def test_mistake_that_workers_find(tmp_path: Path) -> None:
     path = tmp_path / "forward.py"
     path.write_text(BROKEN["forward"][0])
     done = run("train", path, "--mesh", "dp=2", "--out", tmp_path / "out")
-    assert done.returncode == 2 and "forward.py:7" in done.stderr
+    assert done.returncode == 2 and done.stdout == "" and "forward.py:7" in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("autopar: ") == 1, done.stderr
 
 
@@ -236,13 +235,13 @@ def test_train_other_batches(file: str, capsys: pytest.CaptureFixture[str], tmp_
 
 
 @pytest.mark.procs
-def test_train_on_workers(tmp_path: Path) -> None:
-    common = ("train", GPT, "--steps", "3", "--batch", "4", "--eval-batches", "1", "--precision", "fp64", "--json", "--set", "dropout=0.1")
-    one = run(*common, "--out", tmp_path / "one")
-    four = run(*common, "--mesh", "dp=2,tp=2", "--plan", "sequence", "--out", tmp_path / "four")
-    assert one.returncode == four.returncode == 0, four.stderr
+def test_train_on_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ("train", GPT, "--steps", "3", "--batch", "4", "--eval-batches", "1", "--precision", "fp64", "--set", "dropout=0.1")
+    a = printed(capsys, *common, "--out", tmp_path / "one")
+    four = run(*common, "--json", "--mesh", "dp=2,tp=2", "--plan", "sequence", "--out", tmp_path / "four")
+    assert four.returncode == 0, four.stderr
     assert "held-out loss" in four.stderr and "tokens/s" in four.stderr
-    a, b = json.loads(one.stdout), json.loads(four.stdout)
+    b = json.loads(four.stdout)
     for (step, x), (other, y) in zip(a["held_out"], b["held_out"], strict=True):
         assert step == other and abs(x - y) < 1e-10
     first, second = (torch.load(tmp_path / name / "weights.pt") for name in ("one", "four"))

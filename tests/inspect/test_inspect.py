@@ -130,16 +130,13 @@ def test_memory_by_level() -> None:
         assert (kept, state) == (memory["parameters, kept"][z], memory["optimizer state"][z])
 
 
-def saved(plan: Plan, mesh: str) -> int:
-    inspection = inspect_model(gpt.build(), Mesh.parse(mesh), gpt.batch(8, torch.Generator()), options(plan))
+def saved(plan: Plan) -> int:
+    inspection = inspect_model(gpt.build(), Mesh(dp=2), gpt.batch(8, torch.Generator()), options(plan))
     return tables.saved_bytes(inspection.compiled.final)
 
 
-def test_activations_shrink() -> None:
-    plain = saved(Plan(), "dp=2")
-    turns = saved(Plan(microbatches=4), "dp=2")
-    assert turns < 0.35 * plain  # the loop holds one microbatch's values at a time
-    assert saved(Plan(sequence=True), "tp=4") < 0.8 * saved(Plan(), "tp=4")
+def test_activations_of_one_microbatch() -> None:
+    assert saved(Plan(microbatches=4)) < 0.35 * saved(Plan())  # the loop holds one microbatch's values at a time
 
 
 def test_no_values_are_needed() -> None:
