@@ -18,6 +18,7 @@ from autopar.layout.sharding import Sharding
 from autopar.passes.buckets import CAP, bucketize, make_buckets
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.check import check_local, check_program
+from autopar.passes.check_placements import check_buckets, check_placements
 from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lift import lift
@@ -89,6 +90,7 @@ def compile_program(
         layout = choose(split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device)
     local = insert_collectives(split, atoms, layout, mesh, rules)
     check_local(local)
+    check_placements(local, split, atoms)
     trained = any(True for _ in split.outputs_of("grad"))
     buckets: tuple[Bucket, ...]
     if like is None:
@@ -98,6 +100,7 @@ def compile_program(
     zero = 1 if plan.zero is None else plan.zero
     final = fuse(bucketize(local, buckets, zero))
     check_local(final)
+    check_buckets(final, local)
     module = emit(final, title)
     return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), overruled)
 

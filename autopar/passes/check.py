@@ -46,6 +46,12 @@ def check_program(program: Program) -> None:
                 leaves = source == "body" and node.region == "post" and node.op != "autopar.accumulate"
                 if late or leaves:
                     raise VerifyError(f"{name} of region {source} is read in region {node.region}", where=f"{node.op} {node.where}")
+            placed = {"autopar.accumulate": "post", "autopar.microbatch": "body"}.get(node.op, node.region)
+            if node.region != placed:
+                raise VerifyError(f"{node.op} is in region {node.region}, not {placed}", where=str(node.where))
+        for output in program.outputs:
+            if region.get(output.value) == "body":
+                raise VerifyError(f"output {output.kind} {output.path} is {output.value}, which every turn of the loop makes anew")
 
 
 def check_local(program: LocalProgram) -> None:
