@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -29,7 +30,8 @@ from tests.mutants.source import Fault, faults, sample
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mutants.md"
 CHECKERS = (
-    "row check", "verifier", "an error while compiling", "verify: an error", "verify: a difference", "verify: replicas differ", "never ends",
+    "row check", "verifier", "an error while compiling", "verify: an error", "verify: a difference", "verify: replicas differ",
+    "never ends",
 )  # fmt: skip
 #: seconds of one fault: of a processor, and by the clock (a deadlock uses no processor).
 CPU, WALL = 60, 240
@@ -133,12 +135,9 @@ def page(results: dict[str, tuple[str, Verdict]], count: int, seed: int, battery
 
     real = {k: v for k, v in results.items() if k not in EQUIVALENT and v[1].by != "no code"}
     missed = [k for k, (_, v) in real.items() if not v.by]
-    kinds = [("communication", lambda k: k.startswith("comm:")), *(
-        (room, lambda k, room=room: k.startswith(room + ".")) for room in ("layout", "rules", "plan", "passes", "codegen", "runtime", "step")
-    )]  # fmt: skip
     rows = []
-    for title, inside in [*kinds, ("all", lambda k: True)]:
-        found = Counter(v.by for k, (_, v) in real.items() if inside(k.replace("step cut", "step.cut")))
+    for title in ("communication", "layout", "rules", "plan", "passes", "codegen", "runtime", "step", "all"):
+        found = Counter(v.by for k, (_, v) in real.items() if title in ("all", _room(k)))
         total = found.total()
         if total:
             rows.append([title, total, *(found[c] or "" for c in CHECKERS), found[""] or "", f"{1 - found[''] / total:.1%}"])
@@ -153,14 +152,20 @@ def page(results: dict[str, tuple[str, Verdict]], count: int, seed: int, battery
     def listed(pairs: list[tuple[str, str]]) -> str:
         return "\n".join(f"- `{k.replace('`', '')}`: {why}" for k, why in pairs) or "none"
 
+    by_operator = [(o, c.total(), c["caught"]) for o, c in sorted(operators.items())]
     text = TEXT.format(
         count=count, seed=seed, rows=len(ROWS), cases=len(battery.cases), possible=len(everything),
-        functions=len({(f.module, f.function) for f in everything}), sampled=sampled, comms=len(COMMS), equivalent=len(none), total=len(real),
-        caught=len(real) - len(missed), share=share, table=tabulate(rows, ("", "faults", *CHECKERS, "nobody", "caught"), tablefmt="github"),
+        functions=len({(f.module, f.function) for f in everything}), sampled=sampled, comms=len(COMMS), equivalent=len(none),
+        total=len(real), caught=len(real) - len(missed), share=share,
+        table=tabulate(rows, ("", "faults", *CHECKERS, "nobody", "caught"), tablefmt="github"),
         survivors=listed([(k, SURVIVORS.get(k, "no reason known: a hole")) for k in missed]), none=listed(none),
-        operators=tabulate([(o, c.total(), c["caught"]) for o, c in sorted(operators.items())], ("operator", "faults", "caught"), tablefmt="github"),
+        operators=tabulate(by_operator, ("operator", "faults", "caught"), tablefmt="github"),
     )  # fmt: skip
     return text, share
+
+
+def _room(fault: str) -> str:
+    return "communication" if fault.startswith("comm:") else re.split(r"\W", fault)[0]
 
 
 def main(arguments: list[str] | None = None) -> int:

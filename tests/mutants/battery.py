@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from autopar.errors import VerifyError
 from autopar.layout import reshard
 from autopar.layout.mesh import Mesh
 from autopar.passes import check as verifier
+from autopar.passes import check_placements as placements
 from autopar.plan.plan import Plan
 from autopar.rules import DEFAULT
 from autopar.rules.check import check
@@ -33,16 +34,21 @@ ROWS = (
     "aten.mm.default", "aten.add.Tensor", "aten.sum.dim_IntList", "aten.amax.default", "aten.view.default", "aten.permute.default",
     "aten.native_layer_norm.default", "aten.native_layer_norm_backward.default", "aten.cat.default", "aten.slice.Tensor",
     "aten.expand.default", "aten.index_select.default", "aten.full.default", "aten.arange.start_step", "aten.tril.default",
+    "aten.triu.default",
     *(op for op in DEFAULT.table if op.startswith("autopar.")),
 )  # fmt: skip
 #: rooms that the check of a row goes through.
 OF_ROWS = ("autopar.layout", "autopar.rules", "autopar.runtime.ops")
 #: rooms that the choice of a layout doesn't go through: what it chooses is remembered.
-AFTER_PLAN = ("autopar.passes.insert", "autopar.passes.buckets", "autopar.codegen", "autopar.runtime", "autopar.step", "autopar.layout.bucket")
+AFTER_PLAN = (
+    "autopar.passes.insert", "autopar.passes.buckets", "autopar.codegen", "autopar.runtime", "autopar.step", "autopar.layout.bucket",
+)  # fmt: skip
+
+_VERIFIER = (verifier.__file__, placements.__file__)
 
 
 class Toy(nn.Module):
-    """What the models of the project lack: frozen and unreached parameters, a scalar one, a reused one, buffers written."""
+    """What the models lack: frozen and unreached parameters, a scalar one, a reused one, a padding index, buffers written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +59,33 @@ class Toy(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.norm = nn.LayerNorm(8)
         self.last = nn.Linear(8, 4)
+        self.kinds = nn.Embedding(6, 8, padding_idx=2)
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("mean", torch.zeros(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
         self.steps += 1
-        y = torch.tanh(self.first(x)) * self.scale
+        y = torch.tanh(self.first(x) + self.kinds(kinds)) * self.scale
         y = self.frozen(self.norm(self.frozen(y)))
         self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
         return self.last(y).logsumexp(-1).mean() + y.square().mean() + (y.amax(-1) - y.amin(-1)).mean() + self.first.bias.amax()
+
+
+class Weighted(nn.Module):
+    """A mean with random weights, whose sum every microbatch needs while it draws only its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        weight = torch.rand(x.shape[0], dtype=x.dtype)
+        y = self.last(torch.tanh(self.first(x))).square().sum(-1)
+        return (y * weight / weight.sum()).sum() + self.last.bias.square().sum()
+
+
+def _toy_batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 6, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
 @dataclass(frozen=True)
@@ -77,7 +101,6 @@ class Case:
     loss: Callable[[Any, Any], Tensor] | None = None
     clip: float | None = None
 
-    @cache
     def material(self) -> tuple[nn.Module, Any]:
         """The model with all parameters random, and the batch."""
         generator = torch.Generator().manual_seed(3)
@@ -107,8 +130,10 @@ CASES = (
     _mlp("mlp, ZeRO 0", "dp=4", Plan(zero=0, buckets=300)),
     _gpt("tied gpt with dropout, everything on", "dp=2,tp=2", Plan(sequence=True, microbatches=2, buckets=2000), dropout=0.3, tied=True),
     _llama("llama", "tp=2", Plan(), fused_gate_up=True),
-    Case("toy", Toy, lambda g: (torch.randn(8, 6, generator=g),), "dp=2,tp=2", clip=0.05),
-    Case("toy, random layout", Toy, lambda g: (torch.randn(8, 6, generator=g),), "tp=4,dp=2", draw=3),
+    Case("toy", Toy, _toy_batch, "dp=2,tp=2", clip=0.05),
+    Case("toy, random layout", Toy, _toy_batch, "tp=4,dp=2", draw=3),
+    Case("toy, tp only", Toy, _toy_batch, "tp=2"),
+    Case("random weights, microbatches", Weighted, _toy_batch, "dp=2,tp=2", Plan(microbatches=2)),
     _gpt("gpt, odd vocabulary, microbatches", "dp=2", Plan(microbatches=4), vocab=15, layers=2),
     _gpt("gpt with dropout, random layout", "tp=2,dp=2", Plan(microbatches=2, buckets=1000), 1, dropout=0.3),
     _llama("llama, random layout", "dp=2,tp=2", Plan(), 2),
@@ -130,6 +155,7 @@ class Battery:
 
     def __init__(self, cases: tuple[Case, ...] = CASES) -> None:
         self.cases = cases
+        self._material: dict[Any, Any] = {}
         self._captured: dict[Any, Any] = {}
         self._chosen: dict[Any, Any] = {}
 
@@ -162,7 +188,7 @@ class Battery:
 
     def run(self, case: Case, make: type[SimComm] = SimComm, remember: bool = True) -> Verdict:
         """``verify`` on one case."""
-        model, batch = case.material()
+        model, batch = _kept(self._material, case.name, case.material)
         with ExitStack() as stack:
             def change(target: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(target, name, value))
@@ -180,7 +206,7 @@ class Battery:
                 )
             except Exception as error:  # noqa: BLE001 - whatever a fault makes of it
                 places = traceback.extract_tb(error.__traceback__)
-                in_verifier = isinstance(error, VerifyError) and any(p.filename == verifier.__file__ for p in places)
+                in_verifier = isinstance(error, VerifyError) and any(p.filename in _VERIFIER for p in places)
                 compiling = any(p.filename == autopar.compiler.__file__ for p in places)
                 by = "verifier" if in_verifier else "an error while compiling" if compiling else "verify: an error"
                 return Verdict(by, f"{case.name}: {_told(error)}")

@@ -250,7 +250,7 @@ COMMS: dict[str, type[SimComm]] = {
     "all-reduce: average instead of sum": _after("all_reduce", _average),
     "all-reduce: the last rank is missing": _collective("all_reduce", lambda s, c, p: p[:-1] + ([p[0] * 0] if c.op == "sum" else [p[0]])),
     "all-reduce: the first rank counts twice": _collective("all_reduce", lambda s, c, p: [p[0], *p[:1], *p[2:]]),
-    "all-reduce: nothing happens": _collective("all_reduce", lambda s, c, p: [c.x, *[torch.zeros_like(q) if c.op == "sum" else c.x for q in p[1:]]]),
+    "all-reduce: nothing happens": _after("all_reduce", lambda s, c, out: c.x.clone()),
     "all-reduce: the own part counts twice": _after("all_reduce", lambda s, c, out: out + c.x if c.op == "sum" else out),
     "all-reduce: the result of the last one": _Stale,
     "all-reduce: every second is forgotten": _OnlyFirstMicrobatch,
