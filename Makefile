@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Ranks are many, cores are few: one thread each.
 export OMP_NUM_THREADS ?= 1
 
-# The demo: 400 steps of 16 rows bring the held-out loss from about 5.5 to under 2.3 nats a byte.
+# The demo: 400 steps of 16 rows bring the held-out loss from about 5.5 to 2.3 nats a byte, in two to four minutes on two cores.
 STEPS ?= 400
 OUT ?= out/demo
 
