@@ -38,6 +38,8 @@ def literal(value: Any, name: Callable[[str], str], lift: Callable[[Any], str] |
         return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, float):
+        return repr(value).replace("e+", "e")  # as the formatter writes exponents
     if isinstance(value, str):
         return f'"{value}"'
     return repr(value)
@@ -96,12 +98,47 @@ def assign(target: str, function: str, args: list[str] | None, indent: int, comm
     if len(lines[0]) + len(tail) <= WIDTH:
         return [lines[0] + tail]
     before = [f"{pad}# {comment}"] if comment else []
-    if len(lines[0]) <= WIDTH or not args:
+    if len(lines[0]) <= WIDTH:
         return [*before, lines[0]]
+    if args and len(f"{head}{function}(") <= WIDTH:
+        return [*before, *_call(head, function, args, indent)]
+    if len(f"{head}(") > WIDTH and ", " in target:
+        first = bracket("(", target.split(", "), indent)
+        return [*before, *first[:-1], *_call(f"{first[-1]} = ", function, args or [], indent)]
+    inner = _call(f"{pad}    ", function, args, indent + 4) if args else [lines[0].replace(head, f"{pad}    ", 1)]
+    return [*before, f"{head}(", *inner, f"{pad})"]
+
+
+def _call(head: str, function: str, args: list[str], indent: int) -> list[str]:
+    """A call after ``head``: on one line, with its arguments on a line of their own, or with a line for each."""
+    pad = " " * indent
+    line = f"{head}{function}({', '.join(args)})"
+    if len(line) <= WIDTH or not args:
+        return [line]
     inner = f"{pad}    {', '.join(args)}"
     if len(inner) <= WIDTH:
-        return [*before, f"{head}{function}(", inner, f"{pad})"]
-    return [*before, f"{head}{function}(", *(f"{pad}    {a}," for a in args), f"{pad})"]
+        return [f"{head}{function}(", inner, f"{pad})"]
+    return [f"{head}{function}(", *(part for a in args for part in _item(a, indent + 4)), f"{pad})"]
+
+
+def _item(text: str, indent: int) -> list[str]:
+    """One argument with its comma; a tuple that is too long for a line is broken."""
+    pad = " " * indent
+    if len(pad) + len(text) + 1 <= WIDTH or not text.startswith("("):
+        return [f"{pad}{text},"]
+    return [f"{pad}(", *(part for item in _items(text[1:-1]) for part in _item(item, indent + 4)), f"{pad}),"]
+
+
+def _items(text: str) -> list[str]:
+    """What commas outside of brackets separate."""
+    found, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return [item.strip() for item in found if item.strip()]
 
 
 def define(name: str, params: list[str]) -> list[str]:

@@ -35,6 +35,8 @@ def canonicalize(program: Program) -> Program:
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for node in program.nodes:
         node = replace(node, args=builder.resolve(node.args), kwargs=tuple((k, builder.resolve(v)) for k, v in node.kwargs))
+        if node.op in CREATION and "dtype" not in dict(node.kwargs):  # not whatever the default is where it runs
+            node = replace(node, kwargs=tuple(sorted((*node.kwargs, ("dtype", program.types[node.name].dtype)))))
         builder.at(node)
         if node.op in RANDOM:
             stem, rewrite = RANDOM[node.op]
@@ -288,6 +290,15 @@ def _loss_backward_of(position: int) -> Rewrite:
 
     return rewrite
 
+
+#: ops that make a tensor of numbers alone, in the default dtype unless told otherwise.
+CREATION = frozenset(
+    f"aten.{name}"
+    for name in (
+        "arange.default", "arange.start", "arange.start_step", "empty.memory_format", "eye.default", "eye.m", "full.default",
+        "linspace.default", "ones.default", "scalar_tensor.default", "zeros.default",
+    )
+)  # fmt: skip
 
 REWRITES: dict[str, Rewrite] = {
     "aten.detach.default": _same,

@@ -96,6 +96,8 @@ class _Inserter:
         like: Sharding | None = None
         if output.kind == "grad":
             like = self.layout.inputs[next(i.name for i in self.program.inputs_of("param") if i.path == output.path)]
+        if like is not None and like.dims != have.dims:
+            raise VerifyError(f"the gradient of {output.path} has atoms {have.dims}, the parameter {like.dims}")
         for axis, placement in have.placements:
             if like is not None:
                 wanted = like.on(axis)

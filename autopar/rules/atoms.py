@@ -110,6 +110,13 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
         if dim is not None and (found := dims[i.name][dim]) is not None:
             found.marks.add("batch")
 
+    # a gradient lies as its parameter does; no op need tell
+    by_path = {i.path: i.name for i in program.inputs_of("param")}
+    for output in program.outputs_of("grad"):
+        for a, b in zip(dims[by_path[output.path]], dims[output.value], strict=True):
+            if a is not None and b is not None:
+                _align(a.leaves(), b.leaves())
+
     rows: dict[int, Row] = {}
     merges: list[tuple[int, Node]] = []
     matrices = {p: p for p in params}  # parameters, and what only moves their elements, to the parameter

@@ -429,6 +429,19 @@ def _untried(case: Case) -> Iterator[tuple[str, tuple[Strategy, ...], int]]:
             yield f"linear in {sorted(group)}", (Strategy(inputs, (PARTIAL_SUM,) * len(row.outputs)),), 2
 
 
+def _unoffered(case: Case) -> Iterator[tuple[str, int]]:
+    """Factors that the row lets be cut, on an axis that divides them, and for which no strategy is made: (factor, ways)."""
+    row, terms = case.row, (*case.row.inputs, *case.row.outputs)
+    for ways in (2, 3):
+        offered = {s.factor for s in strategies(row, case.dims, ways)}
+        for factor in row.factors():
+            kind = row.kind(factor)
+            gone = kind in ("plain", "offset") and not any(factor in dim for term in row.outputs for dim in term)
+            minor = kind.startswith("offset") and any(factor in dim and dim[0] != factor for term in terms for dim in term)
+            if kind != "whole" and not gone and not minor and row.sizes[factor] and row.sizes[factor] % ways == 0 and factor not in offered:
+                yield factor, ways
+
+
 def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = True, first: bool = False) -> Report:
     """Checks a rule on its samples.
 
@@ -456,6 +469,10 @@ def check(rule: Rule, samples: Iterable[str] | None = None, *, timid: bool = Tru
             return Report(tuple(wrong), tuple(shy), tried)
         if not timid:
             continue
+        for factor, ways in _unoffered(case):
+            shy.append(Finding(rule.op, sample, f"{factor} cut in {ways}", "the row allows it and no strategy does it"))
+            if first:
+                return Report(tuple(wrong), tuple(shy), tried)
         again = None
         for claim, candidates, ways in _untried(case):
             tried += 1

@@ -19,7 +19,7 @@ def _distance(node: Node, types: Types) -> str:
 
 
 RULES = (
-    Rule("aten.dot.default", "k, k -> ; k: sum", "each", contraction=True, samples=("f[6], f[6]",)),
+    *(Rule(f"aten.{op}.default", "k, k -> ; k: sum", "each", contraction=True, samples=("f[6], f[6]",)) for op in ("dot", "vdot")),
     Rule("aten.mv.default", "m k, k -> m ; k: sum", "each", contraction=True, samples=("f[4, 6], f[6]",)),
     Rule("aten.baddbmm.default", _baddbmm, "0 1 | 0 2", contraction=True, samples=("f[2, 4, 8], f[2, 4, 6], f[2, 6, 8]",)),
     Rule("aten._cdist_forward.default", _distance, samples=("f[2, 4, 6], f[2, 8, 6], 2.0, None", "f[4, 6], f[8, 6], 1.0, None")),

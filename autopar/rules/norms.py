@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.program import Node
-from autopar.rules.rule import Local, Rule, Types, letters
+from autopar.rules.rule import Local, Rule, Types, letters, normal_dim
 
 
 def _layer_norm(node: Node, types: Types) -> str:
@@ -93,7 +93,22 @@ def _batch_norm_backward(node: Node, types: Types) -> str:
     return f"{', '.join([full, full, *terms])} -> {full}, c, c ; {kinds}, e: whole"
 
 
+def _weight_norm(node: Node, types: Types) -> str:
+    """The norm is over all dims but one, which is the first or the last."""
+    full_rank = len(types[node.refs()[0]].shape)
+    names = letters(full_rank)
+    dim = normal_dim(node.arg(2 if len(node.refs()) == 2 else 4, "dim", 0), full_rank)
+    full = " ".join(names)
+    size = " ".join(n if i == dim else "1" for i, n in enumerate(names))
+    kinds = ", ".join(f"{n}: whole" for i, n in enumerate(names) if i != dim)
+    operands = [full, size] if len(node.refs()) == 2 else [full, full, size, size]
+    return f"{', '.join(operands)} -> {full}, {size} ; {kinds}"
+
+
 RULES = (
+    Rule("aten._weight_norm_interface.default", _weight_norm, samples=("f[4, 6], f[4, 1], 0", "f[4, 6, 2], f[1, 1, 2], 2")),
+    Rule("aten._weight_norm_interface_backward.default", _weight_norm, "0",
+         samples=("f[4, 6], f[4, 6], f[4, 1], pos[4, 1], 0", "f[4, 6, 2], f[4, 6, 2], f[1, 1, 2], pos[1, 1, 2], 2")),
     Rule("aten.native_layer_norm.default", _layer_norm,
          samples=("f[4, 2, 6], (6,), f[6], f[6], 1e-5", "f[4, 2, 6], (2, 6), None, None, 1e-5", "f[4, 6], (6,), f[6], None, 1e-5")),
     Rule("aten.native_layer_norm_backward.default", _layer_norm_backward, "0", contiguous=(2, 3), samples=(

@@ -76,14 +76,16 @@ def _loss(node: Node, types: Types) -> str:
     """None is pointwise, sum adds up; a mean divides by the number of elements of the piece, so it is whole."""
     how = _reduction_of(node)
     names = letters(len(types[node.refs()[0]].shape))
-    operands = ", ".join(" ".join(names) for _ in node.refs())
     if how == 0:
-        return f"{operands} -> {' '.join(names)}"
+        return f"{', '.join('*' for _ in node.refs())} -> *"
+    operands = ", ".join(" ".join(names) for _ in node.refs())
     return f"{operands} -> ; {', '.join(f'{n}: ' + ('sum' if how == 2 else 'whole') for n in names)}"
 
 
 def _loss_backward(node: Node, types: Types) -> str:
     names = letters(len(types[node.refs()[1]].shape))
+    if _reduction_of(node) == 0:
+        return f"{', '.join('*' for _ in node.refs())} -> *"
     full = " ".join(names)
     kinds = ", ".join(f"{n}: whole" for n in names) if _reduction_of(node) == 1 else ""
     first = full if types[node.refs()[0]].shape else ""
