@@ -88,7 +88,7 @@ class Report:
         rows = sorted(shown, key=lambda r: (r.ok, -r.difference if not math.isnan(r.difference) else -math.inf))[:most]
         text = tabulate([(r.kind, r.name, f"{r.difference:.1e}", f"{r.allowed:.0e}", "ok" if r.ok else "DIFFERS") for r in rows],
                         headers=("kind", "name", "relative difference", "allowed", ""))  # fmt: skip
-        parts = [f"mesh {self.mesh or 'of one rank'}: {'equal' if self.ok else 'NOT equal'} ({len(self.rows)} tensors compared)", text]
+        parts = [f"mesh {str(self.mesh) or 'of one rank'}: {'equal' if self.ok else 'NOT equal'} ({len(self.rows)} tensors compared)", text]
         parts += [f"replicas differ: {r}" for r in self.replicas]
         if self.first:
             parts.append(f"first difference: {self.first}")

@@ -130,7 +130,9 @@ class _Emitter:
             wanted = {source.get(r, r) for r in reads}
             for value in [v for v in pending if v in wanted]:
                 pending.remove(value)
-                self.statements.append(_Statement(assign(value, f"{value}.wait", [], 4, self.comment(value)), [value], [value], region))
+                self.statements.append(
+                    _Statement(assign(value, f"{value}.wait", [], self.indent(region), self.comment(value)), [value], [value], region)
+                )
                 for node in views.pop(value, []):
                     self.view(node, region)
 
@@ -165,16 +167,22 @@ class _Emitter:
         flush()
         wait(list(pending))
 
+    def indent(self, region: Region) -> int:
+        """Where the driver's statements of a region begin: those of the loop over microbatches are inside of it."""
+        return 8 if region == "body" and self.program.microbatches > 1 else 4
+
     def start(self, node: Node, region: Region) -> None:
         value, axes, *rest = node.args
         args = [value.name, _axes(axes), *(f'"{r}"' if isinstance(r, str) else str(r) for r in rest), f'site="{node.where.module}"']
         function = f"comm.{node.op.removeprefix('comm.')}"
-        self.statements.append(_Statement(assign(node.outs[0], function, args, 4), [node.outs[0]], [value.name], region, node.outs[0]))
+        self.statements.append(
+            _Statement(assign(node.outs[0], function, args, self.indent(region)), [node.outs[0]], [value.name], region, node.outs[0])
+        )
 
     def view(self, node: Node, region: Region) -> None:
         """A parameter as a view of its gathered bucket: the driver's, so that layers share their segments."""
         function, args = call(node, lambda v: v, lambda v: offset(v) if isinstance(v, Offset) else str(v.value))
-        lines = assign(node.outs[0], function, args, 4, self.comment(node.outs[0]))
+        lines = assign(node.outs[0], function, args, self.indent(region), self.comment(node.outs[0]))
         self.statements.append(_Statement(lines, [node.outs[0]], list(node.refs()), region))
 
     def accumulate(self, node: Node) -> None:
@@ -182,7 +190,9 @@ class _Emitter:
         value, combine = node.args
         total = node.outs[0]
         args = [total, value.name, f'"{combine}"']
-        self.statements.append(_Statement(assign(total, "ops.accumulate", args, 4), [total], [value.name], "body", "accumulate"))
+        self.statements.append(
+            _Statement(assign(total, "ops.accumulate", args, self.indent("body")), [total], [value.name], "body", "accumulate")
+        )
 
     def segment(self, nodes: list[Node], finals: set[str], region: Region) -> None:
         """A function for a run of nodes, shared with every run of the same text, and the call of it."""
@@ -236,15 +246,7 @@ class _Emitter:
             self.texts.append([*define(self.segments[text], params), *body])
         self.calls += 1
         name = self.segments[text]
-        target = ", ".join(results)
-        lines = assign(target, name, arguments, 4)
-        if len(target) > 90:
-            lines = [*bracket("(", results, 4), *[]]
-            lines[-1] += f" = {name}({', '.join(arguments)})"
-            if len(lines[-1]) > 140:
-                head = lines.pop()[: -len(f"({', '.join(arguments)})")]
-                inner = f"        {', '.join(arguments)}"
-                lines += [head + "(", inner, "    )"] if len(inner) <= 140 else [head + "(", *(f"        {a}," for a in arguments), "    )"]
+        lines = assign(", ".join(results), name, arguments, self.indent(region))
         reads = [a for a in arguments if a in self.program.types]
         self.statements.append(_Statement(lines, results, reads, region))
 
@@ -259,7 +261,7 @@ class _Emitter:
         return [
             f'"""{self.title or "The training step of one rank."}',
             "",
-            f"Mesh: {self.program.mesh or 'one rank'}. Ranks differ only in the coordinates that their comm holds.",
+            f"Mesh: {str(self.program.mesh) or 'one rank'}. Ranks differ only in the coordinates that their comm holds.",
             '"""',
             "",
             "import torch",
@@ -357,8 +359,7 @@ class _Emitter:
             if inner and n == loop[0]:
                 lines += [f"    {t} = None" for t in totals]
                 lines.append(f"    for mb in range({p.microbatches}):")
-            pad = "    " if inner else ""
-            lines += [pad + line for line in s.lines]
+            lines += s.lines
             gone = [v for v in dead.get(n, []) if v not in totals or not inner]
             if gone:
                 lines += _delete(gone, 8 if inner else 4)

@@ -158,4 +158,4 @@ def bracket(head: str, items: list[str], indent: int, close: str = ")") -> list[
     line = f"{pad}{head}{', '.join(items)}{',' if len(items) == 1 and close == ')' else ''}{close}"
     if len(line) <= WIDTH:
         return [line]
-    return [f"{pad}{head}", *(f"{pad}    {i}," for i in items), f"{pad}{close}"]
+    return [f"{pad}{head}", *(part for i in items for part in _item(i, indent + 4)), f"{pad}{close}"]
