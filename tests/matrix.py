@@ -1,7 +1,7 @@
 """The full matrix: every model on every mesh under every variant, compared with the plain model in float64.
 
-``python -m tests.matrix [--only TEXT] [--jobs N] [--fresh]``. Goes on where it stopped: results lie in out/matrix.json by case, for one hash
-of the sources that they depend on. Writes docs/matrix.md.
+``python -m tests.matrix [--only TEXT] [--jobs N] [--fresh]``. Goes on where it stopped: results lie in out/matrix.json by case, for one
+hash of the sources that they depend on. Writes docs/matrix.md.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.api import parallelize
+from autopar.api import make_options, parallelize
 from autopar.compiler import Compiled
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.reference import plain_steps
 from autopar.runtime.sim import SimComm, run_simulated
+from autopar.step import Step
 from tests.equality.cases import MODELS, VARIANTS, Case, Model
 from tests.equality.recipes import compiled_for
 
@@ -131,9 +132,6 @@ def test_runs_without_the_compiler(model: Model, mesh: str, tmp_path: Path) -> N
     plan = VARIANTS["together"][0]
 
     def rank(comm: SimComm) -> float:
-        from autopar.api import make_options
-        from autopar.step import Step
-
         options = make_options(model.loss, None, plan, None, 0, "check", None, 3, "eager", ())
         step = Step(module, where, comm, options)
         loss = step(step.shard(batch))
