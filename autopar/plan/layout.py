@@ -153,8 +153,10 @@ class _Roles:
         for name, p in zip(node.outs, option.outputs, strict=True):
             if name in self.batch and p == REPLICATE:
                 marks = self.atoms.marks[name]
-                if any("batch" not in m and "feature" not in m for m in marks):
-                    extra += self.program.types[name].nbytes / self.device.link_bandwidth
+                between = any("stream" in m for m in marks)  # a hidden state between the matrices
+                if between and any("batch" not in m and "feature" not in m for m in marks):
+                    # a pin holds at any size: a latency of collectives that it costs must not outweigh it
+                    extra += self.program.types[name].nbytes / self.device.link_bandwidth + 20 * self.device.latency
         return extra
 
 
