@@ -43,7 +43,7 @@ __all__ = [
     "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput",
     "PlainAOTOutput", "ReplaceMode", "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves",
     "annotate", "compiling", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random", "is_wrapped", "no_mkldnn",
-    "resolve", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
+    "resolve", "takes_dtype", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
 ]  # fmt: skip
 
 TreeSpec = pytree.TreeSpec
@@ -101,6 +101,11 @@ def resolve(op: str) -> OpOverload:
 def is_random(op: Any) -> bool:
     """Whether an op draws from a random generator."""
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def takes_dtype(op: OpOverload) -> bool:
+    """Whether an op has an argument that says the type of its result."""
+    return any(argument.name == "dtype" for argument in op._schema.arguments)
 
 
 def fake_mode() -> FakeTensorMode:

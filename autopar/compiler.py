@@ -76,7 +76,7 @@ def compile_program(
         draw: draw a random legal layout instead of choosing one: for tests.
     """
     lifted = lift(captured, precision)
-    overruled = _overruled(captured, lifted)
+    overruled = _overruled(captured) if precision is not None else None
     program = canonicalize(lifted)
     check_program(program)
     count = plan.microbatches or 1
@@ -105,11 +105,11 @@ def compile_program(
     return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), overruled)
 
 
-def _overruled(captured: Program, lifted: Program) -> torch.dtype | None:
-    """The least precise floating-point type that nodes asked for and no longer do."""
-    changed = [a for a, b in zip(captured.nodes, lifted.nodes, strict=True) if a.args != b.args or a.kwargs != b.kwargs]
-    types = {captured.types[o].dtype for n in changed for o in n.outs if o}
-    return max((t for t in types if t.is_floating_point), key=lambda t: torch.finfo(t).eps, default=None)
+def _overruled(captured: Program) -> torch.dtype | None:
+    """The least precise floating-point type of a program's nodes, where it is another one than that of the parameters."""
+    made = {captured.types[o].dtype for n in captured.nodes for o in n.outs if o}
+    least = max((t for t in made if t.is_floating_point), key=lambda t: torch.finfo(t).eps, default=None)
+    return None if least in {captured.types[i.name].dtype for i in captured.inputs_of("param")} else least
 
 
 def _shardings(compiled: Compiled) -> dict[str, Sharding]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar._torch import ReplaceMode, tree_leaves, tree_map
+from autopar._torch import ReplaceMode, takes_dtype, tree_leaves, tree_map
 from autopar.capture import find_loss
 from autopar.capture.source import Modules
 from autopar.capture.tree import take_batch
@@ -46,9 +46,22 @@ class ReplaceRandom(ReplaceMode):
         if self._exact is None:
             return self._answer(func, args, kwargs or {})
         args, kwargs = tree_map(self._lifted, (args, kwargs or {}))
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        given = tree_leaves((args, kwargs))
+        free = takes_dtype(func) and kwargs.get("dtype") is None and not any(isinstance(leaf, Tensor) for leaf in given)
+        if free and str(func) in REPLACEMENTS and "int" not in str(func):
+            kwargs = {**kwargs, "dtype": self._exact}
         result = self._answer(func, args, kwargs)
-        return tree_map(lambda leaf: leaf if id(leaf) in given else self._lifted(leaf), result)
+        if str(func) not in REPLACEMENTS and any(_other_float(leaf, self._exact) for leaf in tree_leaves(result)):
+            # torch's default type: of a tensor made without a type, or of a quotient of integers
+            if free:
+                result = func(*args, **{**kwargs, "dtype": self._exact})
+            elif "where" not in str(func):
+                result = func(*tree_map(self._floated, args), **kwargs)
+        held = {id(leaf) for leaf in given}
+        return tree_map(lambda leaf: leaf if id(leaf) in held else self._lifted(leaf), result)
+
+    def _floated(self, leaf: Any) -> Any:
+        return leaf.to(self._exact) if isinstance(leaf, Tensor) else leaf
 
     def _lifted(self, leaf: Any) -> Any:
         """The exact type instead of any other floating-point type; a tensor in it."""
@@ -64,6 +77,10 @@ class ReplaceRandom(ReplaceMode):
         number = site(*place, self._calls[place])
         self._calls[place] += 1
         return REPLACEMENTS[name](*args, **kwargs, key=self._key, site=number)
+
+
+def _other_float(leaf: Any, exact: torch.dtype) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != exact
 
 
 @dataclass

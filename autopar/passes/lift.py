@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from autopar._torch import resolve, takes_dtype
 from autopar.errors import InputError, UnsupportedError
-from autopar.ir.program import Program, TensorType
+from autopar.ir.program import Node, Program, Ref, TensorType
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -35,6 +37,38 @@ def lift(program: Program, precision: str | None) -> Program:
         return tree
 
     types = {name: TensorType(change(t.dtype), t.shape) for name, t in program.types.items()}
-    nodes = tuple(replace(n, args=change(n.args), kwargs=tuple((k, change(v)) for k, v in n.kwargs)) for n in program.nodes)
+    nodes: list[Node] = []
+    floated: dict[str, str] = {}
+    for old in program.nodes:
+        node = replace(old, args=change(old.args), kwargs=tuple((k, change(v)) for k, v in old.kwargs))
+        if not old.refs() and _untold(old, program) and takes_dtype(resolve(old.op)):
+            node = replace(node, kwargs=tuple(sorted((*((k, v) for k, v in node.kwargs if k != "dtype"), ("dtype", wanted)))))
+        elif old.refs() and _untold(old, program):  # a quotient of integers, say: torch's own choice is float32
+            for name in dict.fromkeys(node.refs()):
+                if name not in floated:
+                    floated[name] = _fresh(f"{name}_float", types)
+                    types[floated[name]] = TensorType(wanted, types[name].shape)
+                    cast = Node("aten._to_copy.default", (Ref(name),), (floated[name],), (("dtype", wanted),), node.phase, node.where)
+                    nodes.append(cast)
+            node = node.reading([floated[name] for name in node.refs()])
+        nodes.append(node)
     consts = {k: v.to(change(v.dtype)) for k, v in program.consts.items()}
-    return replace(program, types=types, nodes=nodes, consts=consts)
+    return replace(program, types=types, nodes=tuple(nodes), consts=consts)
+
+
+def _untold(node: Node, program: Program) -> bool:
+    """Whether a node makes floating-point numbers of none, and isn't told of which type: torch then takes its default."""
+    operands = [program.types[name].dtype for name in node.refs()]
+    results = [program.types[out].dtype for out in node.outs if out]
+    told = any(isinstance(v, torch.dtype) for v in (*node.args, *(v for _, v in node.kwargs)))
+    if told or not node.op.startswith("aten.") or "where" in node.op or any(t.is_floating_point for t in operands):
+        return False
+    return any(t in _FLOATS for t in results)
+
+
+def _fresh(stem: str, taken: Mapping[str, TensorType]) -> str:
+    name, count = stem, 0
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    return name
