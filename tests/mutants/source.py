@@ -42,7 +42,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "_nll_backward", "_place", "_keep", "_native_dropout", "_mse", "_mse_backward",
     ),
     "autopar.passes.insert_collectives": ("*",),
-    "autopar.passes.buckets": ("*",),
+    "autopar.passes.buckets": ("make_buckets", "bucketize"),
     "autopar.passes.microbatch": ("*",),
     "autopar.codegen.emit": (
         "_Emitter.run", "_Emitter.constant_nodes", "_Emitter.region", "_Emitter.start", "_Emitter.view", "_Emitter.accumulate",
@@ -128,7 +128,7 @@ def functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, a
             for inner in node.body:
                 if isinstance(inner, ast.FunctionDef):
                     name = f"{node.name}.{inner.name}"
-                    if name in names or ("*" in names and inner.name not in ("__init__", "__str__")):
+                    if name in names or ("*" in names and inner.name not in ("__init__", "__str__", "fresh")):
                         yield name, inner
 
 
@@ -216,6 +216,8 @@ def _inside(parent: ast.AST, field: str, index: int | None, node: ast.AST) -> It
     if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body) and not node.orelse:
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # a guard as well
         return
     yield parent, field, index, node
     for name, value in ast.iter_fields(node):
@@ -315,7 +317,7 @@ def _swap_arguments(node: ast.AST) -> Iterator[ast.AST]:
             return
         for i in range(len(node.args) - 1):
             a, b = node.args[i], node.args[i + 1]
-            if ast.dump(a) != ast.dump(b):
+            if type(a) is type(b) and ast.dump(a) != ast.dump(b):  # of other types it would only be a crash
                 yield _with(node, args=[*node.args[:i], b, a, *node.args[i + 2 :]])
 
 
