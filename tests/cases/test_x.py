@@ -1,0 +1,95 @@
+"""Tracing and the compiler."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from autopar.step import Step
+from tests.cases.run import MB2, Net, equal, near, ranks
+
+
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.bn, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.drop(self.bn(self.l(x))), 0.3, self.training)
+        return (h * 2 if self.training else h).pow(2).mean()
+
+
+def test_x01_train_and_evaluate_in_turn() -> None:
+    torch.manual_seed(0)
+    model, x = Modes().double(), torch.randn(4, 8, dtype=torch.float64)
+
+    def run(step: Step, rank: int) -> None:
+        rows = step.shard(x)
+        step(rows)
+        before = step.full_state_dict()
+        twice = [step.evaluate([rows])[0] for _ in range(2)]
+        after = step.full_state_dict()
+        assert twice[0] == twice[1] and all(torch.equal(before[n], after[n]) for n in before)
+        assert near(torch.tensor(twice[0], dtype=torch.float64), copy.deepcopy(step.module()).eval()(x).item())
+        losses = [step(rows).item() for _ in range(2)]
+        assert losses[0] != losses[1]
+
+    ranks("dp=2", model, run)
+    equal(model, x, ("dp=2", "tp=2"))
+
+
+@pytest.mark.xfail(strict=True, reason="a step trains as in train mode whatever the mode of the model")
+def test_x01_a_model_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    equal(Modes().eval(), torch.randn(4, 8), ("dp=2", "tp=2"))
+
+
+@pytest.mark.parametrize("kind", ["item", "add"])
+def test_x04_writes_to_the_batch_are_refused(kind: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if kind == "item":
+            x[:, 0] = 0
+        else:
+            x.add_(1)
+        return m.l(x).mean()
+
+    x = torch.ones(4, 4)
+    with pytest.raises(CaptureError, match="writes to its input"):
+        equal(Net(forward, l=nn.Linear(4, 2)), x, ("dp=2",))
+    assert torch.equal(x, torch.ones(4, 4))
+
+
+def _cross(m: Any, seqs: Tensor, keys: Tensor, values: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    q, k, v = (part(t).unflatten(-1, (2, 4)).transpose(1, 2) for part, t in ((m.q, seqs), (m.k, keys), (m.v, values)))
+    mask = None if padding_mask is None else padding_mask[:, None, None]
+    return m.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)).pow(2).mean()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_x05_cross_attention_by_keyword(masked: bool) -> None:
+    torch.manual_seed(0)
+    model = Net(_cross, q=nn.Linear(8, 8), k=nn.Linear(6, 8), v=nn.Linear(6, 8), o=nn.Linear(8, 8))
+    mask = torch.arange(11) < torch.tensor([11, 3, 7, 5])[:, None] if masked else None
+    batch = {"seqs": torch.randn(4, 5, 8), "keys": torch.randn(4, 11, 6), "values": torch.randn(4, 11, 6), "padding_mask": mask}
+    equal(model, batch, plans=(None, MB2))
+    three = {name: t if t is None else t[:3] for name, t in batch.items()}
+    equal(model, three, ("tp=2", "dp=3"))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_x05_multihead_attention(weights: bool) -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: Tensor, padding: Tensor) -> Tensor:
+        mask = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+        y, w = m.a(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=weights)
+        return y.pow(2).mean() + (w.pow(2).sum() if weights else 0)
+
+    model = Net(forward, a=nn.MultiheadAttention(8, 4, batch_first=True))
+    equal(model, (torch.randn(4, 5, 8), torch.arange(5) >= torch.tensor([5, 3, 4, 2])[:, None]), ("dp=2", "tp=2"))
