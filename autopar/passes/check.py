@@ -82,6 +82,9 @@ def check_local(program: LocalProgram) -> None:
             raise VerifyError(f"{name}: {error.what}") from error
         if program.types[name].shape != local:
             raise VerifyError(f"{name} is {program.types[name]} on a rank, its sharding {sharding} says {local}")
+        if name not in program.global_types or program.global_types[name].shape != sharding.shape:
+            known = program.global_types.get(name, "of no type")
+            raise VerifyError(f"{name} is {known} as a whole, its sharding {sharding} says {sharding.shape}")
     for output in program.outputs:
         left = program.shardings[output.value].partial_axes() if output.value in program.shardings else ()
         if left and output.kind != "grad":
