@@ -79,9 +79,11 @@ class Weighted(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
         self.register_buffer("most", torch.tensor(0.0))
         self.register_buffer("least", torch.tensor(0.0))
+        self.register_buffer("drawn", torch.zeros(8))
 
     def forward(self, x: Tensor, kinds: Tensor, scale: Tensor) -> Tensor:
         weight = torch.rand(x.shape[0], dtype=x.dtype)
+        self.drawn.copy_(weight)
         z = torch.tanh(self.first(x)) * scale
         y = self.last(z).square().sum(-1)
         self.most.copy_(torch.maximum(self.most, z.detach().max(-1).values.amax()))
