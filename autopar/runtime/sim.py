@@ -199,6 +199,8 @@ class SimComm(Comm):
         if call.kind == "all_gather":
             return self._gather(parts, call.dim, out)
         pieces = [self._cut(part, n, call.dim)[index] for part in parts]
+        if not all(piece.is_contiguous() for piece in pieces):
+            raise CommError(f"{call.position()}: a piece isn't contiguous, and a transport sends memory as it lies", where=call.site)
         if call.kind == "reduce_scatter":
             return self._reduce(pieces, call.op, out)
         return self._gather(pieces, call.concat_dim, out)
