@@ -28,6 +28,7 @@ EQUIVALENT: dict[str, str] = {
     "rules.rule view_row: refine([s for _, s in group_l], [s for _, s in group_r]) → "
     "refine([s for _, s in group_r], [s for _, s in group_l])":
         "the common refinement of two sequences is symmetric",
+    "rules.rule refine: x > y and x % y == 0 → x > y": "what isn't a multiple leaves products that never come out equal: no refinement",
     "runtime.ops unpick: 1 → 2": "dims are counted from the left by then",
     "codegen.render offset: 1 → 0": "a coordinate is written times 1",
     "passes.microbatch split_microbatches: for i in program.inputs_of('batch'): dim = batch_dims.get(i. …  batch') → "
@@ -39,7 +40,6 @@ SURVIVORS: dict[str, str] = {
     "layout.mesh Mesh.index: 0 → 1 (number 2)": "an axis that the mesh lacks: a compiled program names none",
     "runtime.ops microbatch: split.reshape(*shape[:dim], outer * rest, *shape[dim + 1:]). … iguous() → "
     "split.reshape(*shape[:dim], outer * rest, *shape[dim + 1:])": "the same values; only a kernel that reads raw memory sees the strides",
-    "runtime.comm Comm._cut: piece.contiguous() → piece": "the same values; only a real transport needs memory in one piece: tests/procs",
     "runtime.comm Comm._reduce: op == 'sum' and out.dtype in _SHORT → out.dtype in _SHORT":
         "only numbers of 16 bits; the battery is in float64: tests/runtime/test_comm.py",
     "runtime.comm Comm._run: if group.size == 1: value = x.clone(memory_format=torch.cont … lse out) → dropped":
@@ -51,8 +51,6 @@ SURVIVORS: dict[str, str] = {
     "passes.canonicalize _log_softmax_backward: result if b.type(result).dtype == dtype else b.call('aten._t … e=dtype) → "
     "b.call('aten._to_copy.default', result, dtype=dtype) if b.ty … e result":
         "a softmax that also converts from 16 bits is made on CUDA only",
-    "passes.canonicalize _native_dropout: if train is False: return (x, b.call('aten.ones_like.default … h.bool)) → dropped":
-        "a dropout that is told not to drop; `verify` trains",
     "passes.canonicalize canonicalize: any((i.kind == 'key' for i in inputs)) → all((i.kind == 'key' for i in inputs))":
         "a program that is canonical already, as in evaluation; `verify` trains",
     "passes.microbatch _Splitter.can_hoist: for r in self.program.nodes[n].refs() → for r in list(self.program.nodes[n].refs())[1:]":
