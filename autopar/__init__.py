@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar import errors as errors
     from autopar.api import parallelize as parallelize
+    from autopar.api import search as search
     from autopar.api import verify as verify
     from autopar.layout.mesh import Mesh as Mesh
     from autopar.plan.plan import Plan as Plan
@@ -23,10 +24,11 @@ _HOMES = {
     "launch": "autopar.runtime.launch",
     "parallelize": "autopar.api",
     "rule": "autopar.rules",
+    "search": "autopar.api",
     "verify": "autopar.api",
 }
 
-__all__ = ["Mesh", "Plan", "errors", "launch", "parallelize", "rule", "verify"]
+__all__ = ["Mesh", "Plan", "errors", "launch", "parallelize", "rule", "search", "verify"]
 __version__ = "0.1.0"
 
 

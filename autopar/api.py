@@ -74,7 +74,7 @@ def parallelize(
 
 
 def make_options(
-    loss: Loss | None, optimizer: Optimizer | None, plan: Plan | str | Path, precision: str | None, batch_dim: Any,
+    loss: Loss | None, optimizer: Optimizer | None, plan: Any, precision: str | None, batch_dim: Any,
     init: str | Callable[[nn.Module], None], clip_grad_norm: float | None, seed: int, backend: str, rules: Iterable[Rule],
 ) -> Options:  # fmt: skip
     """Checks the arguments of ``parallelize`` that need no model. Raises InputError or UnsupportedError."""
@@ -86,11 +86,20 @@ def make_options(
         raise InputError(f"precision={precision!r} is not known", hint='"fp32", "fp64" or None')
     if isinstance(init, str) and init not in ("check", "broadcast"):
         raise InputError(f"init={init!r} is not known", hint='"check", "broadcast" or a function of a module')
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
+    if clip_grad_norm is not None and (isinstance(clip_grad_norm, (bool, str)) or not clip_grad_norm > 0):
         raise InputError(f"clip_grad_norm={clip_grad_norm!r} is not a norm", hint="a positive number, or None")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InputError(f"seed={seed!r} is not an integer")
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss={loss!r} is not a function", hint="loss(output, batch) -> scalar")
+    given = list(rules) if isinstance(rules, Iterable) else [rules]
+    if not all(isinstance(r, Rule) for r in given):
+        raise InputError(f"rules={rules!r} is not a list of rules", hint='[autopar.rule("mylib::op", "* -> *")]')
+    if not isinstance(plan, (str, Path, Plan, type(None))):  # a caller may pass anything
+        raise InputError(f"plan={plan!r} is not a plan", hint='"auto", autopar.Plan(...), or the path of a saved one')
     if optimizer is not None and not callable(optimizer):
         raise InputError("optimizer= is a factory, not an optimizer", hint="partial(torch.optim.AdamW, lr=3e-4)")
-    table = DEFAULT.with_rules(rules)
+    table = DEFAULT.with_rules(given)
     return Options(loss, optimizer, as_plan(plan), precision, batch_dim, init, clip_grad_norm, seed, backend, table, GENERIC)
 
 
@@ -174,3 +183,8 @@ def verify(
     assert runs[0].compiled is not None
     casts = runs[0].compiled.lifted is not None
     return compare(runs, train(None), plain, batch, mesh, seed, make, train(wanted) if casts else None)
+
+
+def search(*args: Any, **kwargs: Any) -> Any:
+    """Not supported yet."""
+    raise UnsupportedError("autopar.search: the search over meshes is not supported yet", hint="parallelize(model, Mesh(dp=..., tp=...))")

@@ -25,7 +25,9 @@ from autopar.runtime.random import step_key
 from autopar.runtime.sim import bits, run_simulated
 
 #: relative difference that is allowed, by dtype of what is compared: rounding of sums in another order.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
+TOLERANCE = {
+    torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.complex128: 1e-10, torch.complex64: 2e-4
+}  # fmt: skip
 #: a tensor whose values are all under this share of the largest of its kind is compared against that share: gradients that are truly
 #: zero (of a key's bias, say) are rounding, which has no relative error.
 FLOOR = 1e-3
@@ -104,8 +106,10 @@ def difference(a: Tensor, b: Tensor, scale: float) -> float:
         return math.inf
     if not b.numel():
         return 0.0
-    if not b.is_floating_point():
+    if not b.is_floating_point() and not b.is_complex():
         return 0.0 if torch.equal(a, b) else math.inf
+    if b.is_complex():
+        a, b = torch.view_as_real(a.to(torch.complex128)), torch.view_as_real(b.to(torch.complex128))
     a, b = a.double(), b.double()
     both = torch.isnan(a) & torch.isnan(b) | (a == b)
     delta = torch.where(both, 0.0, (a - b).abs()).max().item()
@@ -183,7 +187,7 @@ def _replicas(runs: list[Run], mesh: Mesh, compiled: Compiled) -> tuple[str, ...
             if not torch.equal(bits(piece), bits(run.pieces[path])):
                 found.append(f"{path} on ranks {other} and {rank}")
     for rank, run in enumerate(runs):
-        if any(not torch.equal(a, b) for a, b in zip(run.losses, runs[0].losses, strict=True)):
+        if any(not torch.equal(bits(a), bits(b)) for a, b in zip(run.losses, runs[0].losses, strict=True)):
             found.append(f"loss on ranks 0 and {rank}")
     return tuple(found)
 

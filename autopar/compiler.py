@@ -10,6 +10,7 @@ import torch
 
 from autopar.codegen.emit import Module, emit
 from autopar.cost.device import GENERIC, Device
+from autopar.errors import VerifyError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
@@ -122,7 +123,8 @@ def _same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Buc
     out = []
     for bucket in buckets:
         partial = {made[m.path].partial for m in bucket.members if m.path in made}
-        assert len(partial) == 1, f"gradients of {bucket.name} are partial over different axes: {partial}"
+        if len(partial) != 1:
+            raise VerifyError(f"gradients of {bucket.name} are partial over different axes: {sorted(partial)}")
         out.append(replace(bucket, partial=partial.pop()))
     return tuple(out)
 

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,6 +133,8 @@ class Step:
         so that a short last batch counts what it holds.
         """
         self._check_open()
+        if isinstance(batches, (Tensor, Mapping)):
+            raise InputError("evaluate takes several batches, not one", hint="step.evaluate([batch])")
         total = weight = 0.0
         for batch in batches:
             loaded = self._ready("eval", batch)
@@ -228,6 +231,12 @@ class Step:
         )
         if missing or unknown:
             raise InputError("the state doesn't fit the model", why=f"missing {missing[:5]}, unknown {unknown[:5]}")
+        shapes = {n: t.shape for n, t in (*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers())}
+        wrong = [n for n, t in full.items() if n in shapes and t.shape != shapes[n]]
+        if wrong:
+            raise InputError(
+                f"{wrong[0]} has shape {list(full[wrong[0]].shape)}, the model's {list(shapes[wrong[0]])}", where="load_state_dict"
+            )
         if self._state is None:
             self._waiting = dict(full)
             return
@@ -250,9 +259,8 @@ class Step:
     def module(self) -> nn.Module:
         """A copy of the model with the current weights, whole. Collective."""
         full = self._whole()
-        out = copy.deepcopy(self._model)
-        if any(t.is_meta for t in (*out.parameters(), *out.buffers())):
-            out = out.to_empty(device="cpu")
+        on_meta = any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
+        out = _filled(self._model) if on_meta else copy.deepcopy(self._model)
         named = {**dict(out.named_parameters(remove_duplicate=False)), **dict(out.named_buffers(remove_duplicate=False))}
         with torch.no_grad():
             for name, value in full.items():
@@ -388,17 +396,25 @@ class Step:
     def _ready(self, kind: str, batch: Any) -> _Loaded:
         """The program for this kind of call and these shapes, compiled at its first use."""
         tree, tensors = take_batch(batch)
-        signature = (kind, tree.form, tree.paths, str(tree.leaves), tuple((t.dtype, tuple(t.shape)) for t in tensors))
+        # the flags of the modules are part of what is captured: model.eval() is followed
+        flags = tuple(m.training for m in self._model.modules()) if kind == "train" else ()
+        signature = (kind, tree.form, tree.paths, str(tree.leaves), tuple((t.dtype, tuple(t.shape)) for t in tensors), flags)
+        self._agree_on_call(signature, tensors)
+        return self._get(signature, tree, tensors)
+
+    def _get(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
+        kind = signature[0]
         if signature not in self._loaded:
             if kind != "train" and self._train is None:
-                self._ready("train", batch)
+                flags = tuple(m.training for m in self._model.modules())
+                self._get(("train", *signature[1:-1], flags), tree, tensors)
             self._loaded[signature] = self._compile(signature, tree, tensors)
         return self._loaded[signature]
 
     def _compile(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
         """Compiles for one kind of call and one set of shapes; the first is the training step, whose layout the others keep."""
         kind, begun = signature[0], time.perf_counter()
-        self._agree(kind, tree, tensors)
+        self._agree_on_model()
         compiled = self._share.get(signature) if self._share is not None else None
         if compiled is None:
             compiled = self._program(kind, tree, tensors)
@@ -441,21 +457,23 @@ class Step:
 
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
-    def _agree(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> None:
-        """All ranks hold one model, seed and kind of batch; ranks of one data coordinate the same rows. Else InputError on every rank."""
+    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
+        """All ranks make the same call on batches of one kind; ranks of one data coordinate hold the same rows. Else InputError on all.
+
+        One small exchange a call, before any collective of tensors: without it ranks that differ would wait for each other for ever.
+        """
         if self.mesh.size == 1:
             return
-        shapes = [(p, str(t.dtype), tuple(t.shape)) for p, t in zip(tree.paths, tensors, strict=True)]
-        rows = _digest(tensors) if not any(t.is_meta for t in tensors) else ""
-        model = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in self._model.named_parameters()]
-        mine = {"batch shapes": shapes, "model": hashlib.sha256(repr(model).encode()).hexdigest(), "seed": self._options.seed,
-                "plan": self._plan.text(), "call": kind, "torch": torch.__version__, "training flag": self._model.training}  # fmt: skip
-        everyone = self._comm.exchange((mine, self._comm.coords.get("dp", 0), rows), site="agree")
-        for rank, (theirs, _, _) in enumerate(everyone):
-            for name, value in everyone[0][0].items():
-                if theirs[name] != value:
-                    raise InputError(f"rank {rank} has another {name} than rank 0", why=f"{theirs[name]} against {value}")
-        first: dict[int, tuple[int, str]] = {}
+        kind, _, paths, constants, types, flags = signature
+        shapes = [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)]
+        mine = {"call": kind, "batch shapes": shapes, "constant in its batch": constants, "training flag": hash(flags)}
+        rows = zlib.crc32(repr(shapes).encode())
+        if self.mesh.size > self.mesh["dp"]:
+            for t in tensors:
+                rows = zlib.crc32(_bytes(t), rows)
+        everyone = self._comm.exchange((mine, self._comm.coords.get("dp", 0), rows), site="call")
+        _compare_ranks([theirs for theirs, _, _ in everyone])
+        first: dict[int, tuple[int, int]] = {}
         for rank, (_, data, digest) in enumerate(everyone):
             other, known = first.setdefault(data, (rank, digest))
             if known != digest:
@@ -463,6 +481,21 @@ class Step:
                     f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
                     hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
                 )
+
+    def _agree_on_model(self) -> None:
+        """All ranks hold one model and were given the same options. Else InputError on every rank."""
+        if self.mesh.size == 1:
+            return
+        o = self._options
+        model = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in self._model.named_parameters()]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._prepared.optimizer.param_groups] if self._prepared else None
+        mine = {
+            "model": hashlib.sha256(repr(model).encode()).hexdigest()[:16], "seed": o.seed, "plan": self._plan.text(),
+            "optimizer": (type(self._prepared.optimizer).__name__, repr(groups)) if self._prepared else None,
+            "loss": getattr(o.loss, "__qualname__", type(o.loss).__name__), "clip_grad_norm": o.clip_grad_norm, "precision": o.precision,
+            "backend": o.backend, "torch": torch.__version__,
+        }  # fmt: skip
+        _compare_ranks(self._comm.exchange(mine, site="model"))
 
     def _weights(self, compiled: Compiled) -> State:
         """The state that holds the model's weights, as ``init`` says."""
@@ -472,9 +505,15 @@ class Step:
         if self._waiting is not None:
             named, buffers = {**named, **self._waiting}, {**buffers, **{k: v for k, v in self._waiting.items() if k in buffers}}
         elif callable(how):
-            model = copy.deepcopy(model).to_empty(device="cpu")
+            model = _filled(model)
             how(model)
             named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
+            missed = [n for n, t in (*named.items(), *buffers.items()) if not t.is_meta and t.numel() and bool(t.isnan().any())]
+            if missed:
+                raise InputError(
+                    f"init= left {missed[0]} without values", why=f"{len(missed)} tensors have elements that it didn't fill",
+                    hint="a function that fills every parameter and buffer, those that no state_dict holds too",
+                )  # fmt: skip
         on_meta = [n for n, t in (*named.items(), *buffers.items()) if t.is_meta]
         if on_meta:
             raise InputError(
@@ -547,7 +586,7 @@ def compile_step(
                 raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
             shape[dim] *= mesh["dp"]
         shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
-    captured = capture(model, tree.fill(shapes), loss=options.loss, train=kind == "train", grads=kind == "train")
+    captured = capture(model, tree.fill(shapes), loss=options.loss, train=None if kind == "train" else False, grads=kind == "train")
     captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
     batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
     plan = options.plan if kind == "train" else replace(options.plan, microbatches=1)
@@ -597,25 +636,59 @@ def find_dims(given: Any, tree: BatchTree, tensors: Sequence[Tensor]) -> list[in
                 hint="batch_dim= a tree like the batch, with None for leaves that are not per sample",
             )
         return dims
-    leaves = _torch.tree_leaves(_torch.tree_map(lambda d: -1 if d is None else d, given))
-    if isinstance(given, (tuple, list)) and len(leaves) != len(tensors):
-        raise InputError(f"batch_dim has {len(leaves)} leaves, the batch {len(tensors)} tensors", hint="a tree like the batch")
-    if isinstance(given, Mapping):
-        paths = dict(zip(*_torch.tree_paths(_torch.tree_map(lambda d: -1 if d is None else d, dict(given)))[:2], strict=True))
-        unknown = [p for p in tree.paths if p not in paths]
-        if unknown:
-            raise InputError(f"batch_dim doesn't name the batch leaf {unknown[0]!r}", hint="a tree like the batch")
-        leaves = [paths[p] for p in tree.paths]
-    return [None if d == -1 else int(d) for d in leaves]
+    # a tree like the batch: entries of leaves that are no tensors don't matter
+    paths, leaves, _ = _torch.tree_paths(
+        _torch.tree_map(lambda d: -1 if d is None else d, dict(given) if isinstance(given, Mapping) else given)
+    )
+    known = {p or "0": d for p, d in zip(paths, leaves, strict=True)}
+    unknown = [p for p in tree.paths if p not in known]
+    if unknown:
+        raise InputError(f"batch_dim doesn't name the batch leaf {unknown[0]!r}", hint="a tree like the batch, of ints and None")
+    wrong = [p for p in tree.paths if not isinstance(known[p], int)]
+    if wrong:
+        raise InputError(f"batch_dim of the batch leaf {wrong[0]!r} is {known[wrong[0]]!r}", hint="an int, or None")
+    return [None if known[p] == -1 else known[p] for p in tree.paths]
+
+
+def _bytes(t: Tensor) -> bytes:
+    t = t.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element of stride 0 counts as contiguous, and isn't
+    return t.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
     h = hashlib.sha256()
     for t in tensors:
         h.update(repr((t.dtype, tuple(t.shape))).encode())
-        t = t.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element of stride 0 counts as contiguous, and isn't
-        h.update(t.view(-1).view(torch.uint8).numpy().tobytes())
+        h.update(_bytes(t))
     return h.hexdigest()
+
+
+def _compare_ranks(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InputError, the same on every rank, where a rank's table differs from the first rank's."""
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise InputError(
+                    f"rank {rank} has another {name} than rank 0", why=f"{theirs[name]} against {value}",
+                    hint="every rank makes the same calls, with batches of the same shapes",
+                )  # fmt: skip
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """A copy of a model on meta with memory on the CPU, ties kept. Floats are NaN, so that what isn't initialised shows."""
+    out = copy.deepcopy(model)
+    names: dict[int, list[str]] = {}
+    for name, p in out.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    out = out.to_empty(device="cpu")
+    for first, *others in names.values():  # to_empty makes a new parameter for every name
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            setattr(out.get_submodule(path), attribute, out.get_parameter(first))
+    with torch.no_grad():
+        for t in (*out.parameters(), *out.buffers()):
+            t.fill_(torch.nan) if t.is_floating_point() or t.is_complex() else t.zero_()
+    return out
 
 
 def _wanted_outputs(program: Program, kind: str) -> Program:

@@ -179,6 +179,22 @@ def check_python_state(before: Attributes) -> None:
                     f"The model changes its attribute {name} in its forward, from {old[key]!r} to {value!r}",
                     why="a captured graph keeps the one value it saw", hint="keep counters as buffers: register_buffer and .add_(1)",
                 )  # fmt: skip
+        for key, content in before.contents[path].items():
+            now = vars(module).get(key)
+            if key not in TABLES and key != "_modules" and type(now) is type(content) and _plain_items(now) != _plain_items(content):
+                raise CaptureError(
+                    f"The model changes what its attribute {path + '.' if path else ''}{key} holds in its forward",
+                    why="a captured graph keeps the one value it saw", hint="keep counters as buffers: register_buffer and .add_(1)",
+                )  # fmt: skip
+
+
+def _plain_items(container: Any) -> Any:
+    """The plain data in a container: what a forward counts or remembers there is lost, tensors are looked at elsewhere."""
+    if isinstance(container, dict):
+        return {k: v for k, v in container.items() if isinstance(k, _PLAIN) and isinstance(v, _PLAIN)}
+    return (
+        [v for v in container if isinstance(v, _PLAIN)] if isinstance(container, list) else {v for v in container if isinstance(v, _PLAIN)}
+    )
 
 
 class Constants:

@@ -23,7 +23,7 @@ from autopar.ir.program import Program, TensorType
 Loss = Callable[[Any, Any], Tensor]
 
 
-def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bool = True, grads: bool = True) -> Program:
+def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bool | None = True, grads: bool = True) -> Program:
     """One step of ``model`` on a batch of these shapes, as a Program with global sizes.
 
     Args:
@@ -31,7 +31,8 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bo
         batch: a tensor (``model(x)``), a tuple or list (``model(*batch)``) or a mapping (``model(**batch)``). Leaves that are no
             tensors are constants of the program.
         loss: ``loss(output, batch)`` → scalar; without it the output is the loss, or has it as ``.loss`` or ``["loss"]``.
-        train: True captures the model in train mode (a model that is in train mode keeps the flags of its submodules), False in eval mode.
+        train: True captures the model in train mode (a model that is in train mode keeps the flags of its submodules), False in eval
+            mode, None as its flags are.
         grads: True gives forward and backward, False the forward alone, for which a loss is optional.
     """
     refuse.check_model(model, grads)
@@ -137,7 +138,7 @@ class _Run:
     batch: BatchTree
     tensors: list[Tensor]
     loss: Loss | None
-    train: bool
+    train: bool | None
     grads: bool
     output: OutputTree | None = None
     has_loss: bool = False
@@ -158,7 +159,9 @@ class _Run:
         """Fakes, flags and hooks in place; whatever happens, the model's modules get back the very dicts' contents they had."""
         with refuse.restored(self.model):
             self._swap()
-            if not self.train:
+            if self.train is None:
+                pass
+            elif not self.train:
                 self.model.eval()
             elif not self.model.training:
                 self.model.train()
@@ -257,7 +260,8 @@ class _Run:
             trainable = any(t.trainable for t in self.state.tied.values())
             raise CaptureError(
                 "The loss doesn't depend on any trainable parameter", where=type(self.model).__name__,
-                why="" if trainable else "no parameter has requires_grad", hint="train=False, grads=False for a model that isn't trained",
+                why="" if trainable else "no parameter has requires_grad",
+                hint="unfreeze a parameter, or use step.evaluate and step.forward for a model that isn't trained",
             )  # fmt: skip
         return frozenset(self.parameters[id(t)] for t in _torch.accumulation_leaves(results[0]) if id(t) in self.parameters)
 

@@ -173,7 +173,7 @@ class Bench:
         ]
         phases = [(name, _ms(middle), _ms(least)) for name, (middle, least) in self.phases().items()]
         parts = [
-            f"mesh {self.mesh or 'of one rank'}: milliseconds of {len(totals)} steps in {len(self.steps)} blocks, plain ones in turn",
+            f"mesh {str(self.mesh) or 'of one rank'}: milliseconds of {len(totals)} steps in {len(self.steps)} blocks, plain ones in turn",
             _table(rows, "a step of the global batch", "median", "least", "plain / generated"),
             _table(phases, "phase", "median", "least"),
         ]

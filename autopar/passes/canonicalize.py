@@ -196,7 +196,7 @@ def _nll(b: Builder, n: Node) -> Any:
     like = b.type(log_p)
     dim = 1 if len(like.shape) > 1 else 0
     ignored, label = _labels(b, target, ignore)
-    picked = b.call("autopar.pick", log_p, label, dim, 0, types=(TensorType(like.dtype, b.type(target).shape),))
+    picked = b.call("autopar.pick", log_p, label, dim, 0, like.shape[dim], types=(TensorType(like.dtype, b.type(target).shape),))
     loss = b.call("aten.neg.default", picked)
     valid = b.call("aten._to_copy.default", b.call("aten.logical_not.default", ignored), dtype=like.dtype)
     if weight is not None:

@@ -115,7 +115,8 @@ def _local_types(program: LocalProgram, node: Node) -> tuple[TensorType | None, 
         return (TensorType(value.dtype, tuple(shape)),)
     args = map_refs(node.args, program.types.__getitem__)
     kwargs = tuple((k, map_refs(v, program.types.__getitem__)) for k, v in node.kwargs)
-    return _infer(node.op, _numbers(args), _numbers(kwargs))
+    args, kwargs = _numbers(args), _numbers(kwargs)
+    return _infer(node.op, args, kwargs, repr((args, kwargs)))
 
 
 def _numbers(tree: Any) -> Any:
@@ -126,7 +127,8 @@ def _numbers(tree: Any) -> Any:
 
 
 @lru_cache(maxsize=65536)
-def _infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorType | None, ...]:
+def _infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], key: str) -> tuple[TensorType | None, ...]:
+    """``key`` tells 2, 2.0 and True apart, which are equal."""
     space, _, name = op.partition(".")
     if op == "autopar.accumulate":
         return (args[0],)

@@ -41,9 +41,10 @@ def make_contiguous(program: LocalProgram, rules: Rules) -> LocalProgram:
                 if key not in copies:
                     copies[key] = fresh = _fresh(f"{name}_contiguous", types)
                     types[fresh] = types[name]
-                    for table in (shardings, whole):
-                        if name in table:
-                            table[fresh] = table[name]  # type: ignore[index]
+                    if name in shardings:
+                        shardings[fresh] = shardings[name]
+                    if name in whole:
+                        whole[fresh] = whole[name]
                     nodes.append(Node("aten.contiguous.default", (Ref(name),), (fresh,), (), node.phase, node.where, node.region))
                 names[k] = copies[key]
             node = node.reading(names)

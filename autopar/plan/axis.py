@@ -37,6 +37,7 @@ class Problem:
         allowed: filters a node's strategies by the role of the axis.
         input_choices: placements that an input may have.
         fixed_params: a parameter is used as it lies: no collective on it, only slices.
+        loose: parameters that may be gathered all the same (a pin cut them where an op needs them whole).
         surcharge: extra seconds of a strategy (the price of memory, for one).
     """
 
@@ -52,6 +53,7 @@ class Problem:
     input_choices: Callable[[str], list[Placement]]
     fixed_params: bool
     surcharge: Callable[[int, Node, Strategy], float]
+    loose: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,11 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
         objects[id(producer)], objects[id(consumer)] = producer, consumer
         counts[id(producer), out, id(consumer), operand] += turns
         sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
-        shape[id(producer), out] = (math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize, value in params)
+        shape[id(producer), out] = (
+            math.prod(sharding.local_shape(problem.mesh)),
+            program.types[value].dtype.itemsize,
+            value in params - problem.loose,
+        )
 
     for n, node in enumerate(program.nodes):
         for k, name in enumerate(node.refs()):

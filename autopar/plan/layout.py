@@ -117,6 +117,8 @@ class _Roles:
     def allowed(self, n: int, node: Node, options: list[Strategy]) -> list[Strategy]:
         names = (*node.refs(), *node.outs)
         kept = []
+        if any(r in self.params and self.pins.get(self.params[r], REPLICATE) != REPLICATE for r in node.refs()):
+            return options  # what reads a parameter that the user cut may do whatever that takes
         for option in options:
             pairs = zip(names, (*option.inputs, *option.outputs), strict=True)
             if all(p.kind != "shard" or (name and self.may_shard(name, p.atom)) for name, p in pairs):
@@ -179,6 +181,7 @@ def choose(
         held: shardings of parameters by path, as text, that are to be kept exactly (a saved plan).
     """
     layout = replicated(program, atoms)
+    pin_placements(program, atoms, pins or {}, "tp", 1)  # pins are checked on every mesh
     params, batch = from_params(program, rules), from_batch(program)
     seconds = {}
     for axis, size in mesh.axes:
@@ -201,6 +204,7 @@ def choose(
             roles.input_choices,
             True,
             roles.surcharge,
+            frozenset(n for n, p in pinned.items() if p.kind == "shard"),
         )
         choice: Choice = solve(problem)
         seconds[axis] = choice.seconds
@@ -227,6 +231,12 @@ def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis
     """Placements on one axis that a user's pins ask for, by input name. Raises PlanError for pins that match nothing or can't hold."""
     out: dict[str, Placement] = {}
     for glob, text in pins.items():
+        unknown = [a for _, a in (part.split("@", 1) for part in text.split(",") if "@" in part) if a.strip() != "tp"]
+        if unknown:
+            raise PlanError(
+                f"pin {glob!r}: parameters can't be cut over axis {unknown[0].strip()!r}",
+                why="over dp they are whole, and their optimizer state is cut by ZeRO", hint="dim0@tp",
+            )  # fmt: skip
         matched = [i for i in program.inputs_of("param") if any(fnmatchcase(p, glob) for p in (i.path, *i.aliases))]
         if not matched:
             raise PlanError(f"pin {glob!r} matches no parameter", hint="pins are globs over names as in model.named_parameters()")

@@ -53,6 +53,12 @@ class Plan:
         for name, words in _LATER.items():
             if getattr(self, name) is not None:
                 raise UnsupportedError(f"Plan({name}=...): {words} are not supported yet", hint=f"leave {name} out")
+        if self.sequence is not None and not isinstance(self.sequence, bool):
+            raise PlanError(f"Plan(sequence={self.sequence!r}) is neither True nor False")
+        if self.shard is not None and not (isinstance(self.shard, Mapping) and all(isinstance(v, str) for v in self.shard.values())):
+            raise PlanError(f"Plan(shard={self.shard!r}) is not a table of pins", hint='{"*.up.weight": "dim0@tp"}')
+        if isinstance(self.zero, bool) or isinstance(self.microbatches, bool):
+            raise PlanError("zero and microbatches are numbers, not flags")
         if self.zero is not None and self.zero not in (0, 1):
             if self.zero in (2, 3):
                 raise UnsupportedError(f"Plan(zero={self.zero}) is not supported yet", hint="zero=0 or zero=1")

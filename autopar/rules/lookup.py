@@ -14,7 +14,15 @@ def _embedding_local(node: Node, local: Local) -> Node:
     return (
         node
         if not start.terms
-        else Node("autopar.embedding", (node.args[0], node.args[1], start), node.outs, (), node.phase, node.where, node.region)
+        else Node(
+            "autopar.embedding",
+            (node.args[0], node.args[1], start, local.inputs[0].shape[0]),
+            node.outs,
+            (),
+            node.phase,
+            node.where,
+            node.region,
+        )
     )
 
 
@@ -34,7 +42,7 @@ def _pick(node: Node, types: Types) -> str:
 
 def _pick_local(node: Node, local: Local) -> Node:
     dim = normal_dim(node.args[2], len(local.inputs[0].shape))
-    return node.with_args(*node.args[:3], local.start(local.inputs[0], dim))
+    return node.with_args(*node.args[:3], local.start(local.inputs[0], dim), *node.args[4:])
 
 
 def _unpick(node: Node, types: Types) -> str:

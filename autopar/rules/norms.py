@@ -106,8 +106,9 @@ def _weight_norm(node: Node, types: Types) -> str:
 
 
 RULES = (
-    Rule("aten._weight_norm_interface.default", _weight_norm, samples=("f[4, 6], f[4, 1], 0", "f[4, 6, 2], f[1, 1, 2], 2")),
-    Rule("aten._weight_norm_interface_backward.default", _weight_norm, "0",
+    Rule("aten._weight_norm_interface.default", _weight_norm, contiguous=(0, 1),
+         samples=("f[4, 6], f[4, 1], 0", "f[4, 6, 2], f[1, 1, 2], 2")),
+    Rule("aten._weight_norm_interface_backward.default", _weight_norm, "0", contiguous=(0, 1, 2, 3),
          samples=("f[4, 6], f[4, 6], f[4, 1], pos[4, 1], 0", "f[4, 6, 2], f[4, 6, 2], f[1, 1, 2], pos[1, 1, 2], 2")),
     Rule("aten.native_layer_norm.default", _layer_norm,
          samples=("f[4, 2, 6], (6,), f[6], f[6], 1e-5", "f[4, 2, 6], (2, 6), None, None, 1e-5", "f[4, 6], (6,), f[6], None, 1e-5")),

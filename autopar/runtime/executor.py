@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import InputError
 from autopar.layout.bucket import Bucket, Member
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
@@ -177,7 +178,15 @@ class Executable:
             parts = [p.detach() for p in state.parts]
             fixed = [state.fixed[path] for path in self.spec.params]
             buffers = [state.buffers[path] for path in self.spec.buffers]
-            loss, grads, fresh, outputs = self.names["step"](self.comm, fixed, parts, buffers, list(batch), self._shared, key)
+            try:
+                loss, grads, fresh, outputs = self.names["step"](self.comm, fixed, parts, buffers, list(batch), self._shared, key)
+            except (IndexError, RuntimeError) as error:
+                if isinstance(error, IndexError) or "out of bounds" in str(error):
+                    raise InputError(
+                        f"an id or label in the batch of rank {self.comm.rank} is out of range", why=str(error),
+                        hint="ids lie in [0, rows of the table), labels in [0, classes) or are the ignored one",
+                    ) from error  # fmt: skip
+                raise
         return loss, grads, dict(zip(self.spec.new_buffers, fresh, strict=True)), outputs
 
 

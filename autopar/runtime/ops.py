@@ -20,19 +20,24 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _inside(index: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """``index`` relative to a piece of ``size`` that begins at ``start``, 0 where it is outside; and whether it is inside."""
+def _inside(index: Tensor, start: int, size: int, whole: int | None = None) -> tuple[Tensor, Tensor]:
+    """``index`` relative to a piece of ``size`` that begins at ``start``, 0 where it is outside; and whether it is inside.
+
+    With ``whole``, the size of the whole dim, an index that is in no piece stays out of range, so that the lookup fails as torch's does.
+    """
     local = index - start
     inside = (local >= 0) & (local < size)
-    return torch.where(inside, local, 0), inside
+    if whole is None:
+        return torch.where(inside, local, 0), inside
+    return torch.where(inside, local, torch.where((index >= 0) & (index < whole), 0, size)), inside
 
 
-def embedding(weight: Tensor, index: Tensor, start: int) -> Tensor:
-    """Rows of a piece of the table that begins at row ``start``; zeros where the index is in another piece.
+def embedding(weight: Tensor, index: Tensor, start: int, rows: int | None = None) -> Tensor:
+    """Rows of a piece of a table of ``rows`` that begins at row ``start``; zeros where the index is in another piece.
 
     The sum over all pieces is the lookup in the whole table.
     """
-    local, inside = _inside(index, start, weight.shape[0])
+    local, inside = _inside(index, start, weight.shape[0], rows)
     return torch.where(inside.unsqueeze(-1), torch.nn.functional.embedding(local, weight), 0)
 
 
@@ -46,9 +51,12 @@ def embedding_backward(grad: Tensor, index: Tensor, padding_idx: int, rows: int,
     return grad.new_zeros((rows, width)).index_add(0, local.reshape(-1), values)
 
 
-def pick(x: Tensor, index: Tensor, dim: int, start: int) -> Tensor:
-    """``x[..., index, ...]`` along ``dim``, one element for every place of the other dims; 0 where the index is in another piece."""
-    local, inside = _inside(index, start, x.shape[dim])
+def pick(x: Tensor, index: Tensor, dim: int, start: int, size: int | None = None) -> Tensor:
+    """``x[..., index, ...]`` along ``dim``, one element for every place of the other dims; 0 where the index is in another piece.
+
+    ``size`` is that of the whole dim; an index beyond it fails.
+    """
+    local, inside = _inside(index, start, x.shape[dim], size)
     return torch.where(inside, x.gather(dim, local.unsqueeze(dim)).squeeze(dim), 0)
 
 

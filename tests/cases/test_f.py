@@ -50,21 +50,18 @@ def test_f01_id_outside_the_vocabulary() -> None:
         _run("dp=2", "id")
 
 
-@pytest.mark.xfail(strict=True, reason="an id or label outside the vocabulary counts as zero where classes are compared")
 @pytest.mark.parametrize(("mesh", "what"), [("tp=2", "id"), ("dp=2", "label"), ("tp=2", "label")])
 def test_f01_outside_a_sharded_vocabulary(mesh: str, what: str) -> None:
     with pytest.raises((IndexError, InputError)):
         _run(mesh, what)
 
 
-@pytest.mark.xfail(strict=True, reason="batches are compared over ranks at a compilation only: others wait where one rank compiles anew")
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_f01_other_shape_on_one_rank(mesh: str) -> None:
     with pytest.raises(InputError, match="batch shapes"):
         _run(mesh, "rows")
 
 
-@pytest.mark.xfail(strict=True, reason="rows are compared over ranks at a compilation only")
 def test_f01_other_rows_on_a_rank_of_the_same_data() -> None:
     with pytest.raises(InputError):
         _run("tp=2", "values")

@@ -92,7 +92,6 @@ def _columns(m: Any, x: Tensor) -> Tensor:
     return F.embedding(x.long(), m.w).pow(2).sum()
 
 
-@pytest.mark.xfail(strict=True, reason="the choice of shardings knows no way for a sharded vector or sharded columns of a table")
 @pytest.mark.parametrize(("forward", "shape", "pin"), [(_vector, (4,), "dim0@tp"), (_columns, (6, 4), "dim1@tp")])
 def test_any_parameter_can_be_pinned(forward: Any, shape: tuple[int, ...], pin: str) -> None:
     torch.manual_seed(0)

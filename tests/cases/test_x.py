@@ -44,7 +44,6 @@ def test_x01_train_and_evaluate_in_turn() -> None:
     equal(model, x, ("dp=2", "tp=2"))
 
 
-@pytest.mark.xfail(strict=True, reason="a step trains as in train mode whatever the mode of the model")
 def test_x01_a_model_in_eval_mode() -> None:
     torch.manual_seed(0)
     equal(Modes().eval(), torch.randn(4, 8), ("dp=2", "tp=2"))
