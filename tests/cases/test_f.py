@@ -46,7 +46,7 @@ def test_f01_error_in_the_loader(mesh: str) -> None:
 
 
 def test_f01_id_outside_the_vocabulary() -> None:
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(InputError, match="out of range"):
         _run("dp=2", "id")
 
 
