@@ -25,7 +25,7 @@ def literal(value: Any, name: Callable[[str], str], lift: Callable[[Any], str] |
     """An argument as Python. ``lift`` turns numbers that depend on the rank into expressions."""
     if isinstance(value, Ref):
         return name(value.name)
-    if isinstance(value, (Offset, Site)) and lift is not None:
+    if isinstance(value, (Offset, Site)) and lift is not None and value != Offset(()):
         return lift(value)
     if isinstance(value, Offset):
         return offset(value)
