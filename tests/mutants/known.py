@@ -33,6 +33,18 @@ EQUIVALENT: dict[str, str] = {
     "codegen.render offset: 1 → 0": "a coordinate is written times 1",
     "passes.microbatch split_microbatches: for i in program.inputs_of('batch'): dim = batch_dims.get(i. …  batch') → "
     "for i in list(program.inputs_of('batch'))[:-1]: dim = batch_ …  batch')": "a guard: its loop does nothing but raise",
+    # of --seed 1
+    "rules.rule refine: y > x → y >= x": "where they are equal the branch before was taken",
+    "passes.insert_collectives _Inserter.want: have.partial_axes() and name in self.producer → name in self.producer":
+        "the source line beside a collective",
+    "codegen.emit _Emitter.driver: len(returned) > 1 → len(returned) >= 1": "brackets around what is returned",
+    "codegen.emit _Emitter.constant_nodes: for o in node.outs if o → for o in node.outs": "nobody reads an output without a name",
+    "rules.atoms analyse: if name in matrices: used.add(matrices[name]) for d in dims[ … eature') → dropped":
+        "a mark that the search for a layout goes by: another layout, as right",
+    "codegen.render literal: isinstance(value, float) and (not math.isfinite(value)) → isinstance(value, float) or not math.isfinite(value)":
+        "a finite number is written as a text that reads back to it",
+    "passes.canonicalize canonicalize: any((KEY in n.refs() for n in builder.nodes)) and (not any(( … nputs))) → "
+    "any((KEY in n.refs() for n in builder.nodes)) or not any((i. … inputs))": "an input more that nobody reads",
 }  # fmt: skip
 
 #: a real fault that the battery doesn't notice, and why: counted as a survivor.
