@@ -187,7 +187,10 @@ class SimComm(Comm):
             slot.taken += 1
             if slot.taken == slot.size:
                 slot.parts.clear()
-            return self._combine(call, parts)
+            value = self._combine(call, parts)
+            if tuple(value.shape) != call.shape:  # torch resizes an `out` that doesn't fit
+                raise CommError(f"{call.position()}: the result has shape {list(value.shape)}, not {list(call.shape)}", where=call.site)
+            return value
 
         return finish
 
