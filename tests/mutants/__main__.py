@@ -159,7 +159,8 @@ def page(results: dict[str, tuple[str, Verdict]], count: int, seed: int, battery
     text = TEXT.format(
         count=count, seed=seed, rows=len(ROWS), cases=len(battery.cases), possible=len(everything),
         functions=len({(f.module, f.function) for f in everything}), sampled=sampled, comms=len(COMMS), equivalent=len(none),
-        total=len(real), caught=len(real) - len(missed), share=share,
+        total=len(real), caught=len(real) - len(missed), share=share, source_caught=noticed, source_total=len(of_sources),
+        source_share=noticed / max(1, len(of_sources)),
         table=tabulate(rows, ("", "faults", *CHECKERS, "nobody", "caught"), tablefmt="github"),
         survivors=listed([(k, SURVIVORS.get(k, "no reason known: a hole")) for k in missed]), none=listed(none),
         operators=tabulate(by_operator, ("operator", "faults", "caught"), tablefmt="github"),

