@@ -214,6 +214,7 @@ class Battery:
         """``verify`` on one case."""
         model, batch = _kept(self._material, case.name, case.material)
         with ExitStack() as stack:
+
             def change(target: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(target, name, value))
 
