@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from autopar.codegen.render import Site, assign, bracket, call, define, offset
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Offset, Region, dtype_name
+from autopar.ir.program import Node, Offset, Region, dtype_name, fresh_name
 
 #: random ops: position of the number of the call, which differs from layer to layer.
 _SITES = {"autopar.keep": 1, "autopar.uniform": 1, "autopar.normal": 1, "autopar.randint": 1, "autopar.bernoulli": 1}
@@ -212,14 +212,14 @@ class _Emitter:
                 if value not in inside:
                     if prefix and short == value:
                         short = "x"
-                    short = _fresh(short, names.values())
+                    short = fresh_name(short, set(names.values()))
                     params.append(short)
                     arguments.append(value)
-                names[value] = _fresh(short, names.values()) if value in inside else short
+                names[value] = fresh_name(short, set(names.values())) if value in inside else short
             return names[value]
 
         def lift(value: Offset | Site) -> str:
-            name = _fresh("start" if isinstance(value, Offset) else "site", names.values())
+            name = fresh_name("start" if isinstance(value, Offset) else "site", set(names.values()))
             names[name] = name
             params.append(name)
             number = offset(value) if isinstance(value, Offset) else str(value.value)
@@ -386,15 +386,6 @@ def _offsets(node: Node) -> list[Offset]:
 
     walk(node.args)
     return found
-
-
-def _fresh(stem: str, taken: Iterable[str]) -> str:
-    taken = set(taken)
-    name, count = stem, 0
-    while name in taken:
-        count += 1
-        name = f"{stem}_{count}"
-    return name
 
 
 def _delete(values: list[str], indent: int) -> list[str]:

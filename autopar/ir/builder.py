@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.program import Node, Program, Ref, TensorType, map_refs
+from autopar.ir.program import Node, Program, Ref, TensorType, fresh_name, map_refs
 
 Infer = Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[TensorType | None, ...]]
 
@@ -32,10 +32,7 @@ class Builder:
 
     def fresh(self, stem: str) -> str:
         """A name that no value has."""
-        name, count = stem, 0
-        while name in self._taken:
-            count += 1
-            name = f"{stem}_{count}"
+        name = fresh_name(stem, self._taken)
         self._taken.add(name)
         return name
 

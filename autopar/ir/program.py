@@ -5,7 +5,7 @@ A pass takes a Program and returns a new one; nothing here is ever edited in pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -142,6 +142,15 @@ def map_refs(tree: Any, fn: Callable[[str], Any]) -> Any:
     if isinstance(tree, (tuple, list)):
         return tuple(map_refs(t, fn) for t in tree)
     return tree
+
+
+def fresh_name(stem: str, taken: Container[str]) -> str:
+    """``stem``, or the first of ``stem_1``, ``stem_2``, ... that isn't taken."""
+    name, count = stem, 0
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    return name
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Ref, TensorType
+from autopar.ir.program import Node, Ref, TensorType, fresh_name
 from autopar.rules import Rules
 
 #: ops whose results are new memory in the order of their shape, whatever they read.
@@ -39,7 +39,7 @@ def make_contiguous(program: LocalProgram, rules: Rules) -> LocalProgram:
                     continue
                 key = (name, node.region)
                 if key not in copies:
-                    copies[key] = fresh = _fresh(f"{name}_contiguous", types)
+                    copies[key] = fresh = fresh_name(f"{name}_contiguous", types)
                     types[fresh] = types[name]
                     if name in shardings:
                         shardings[fresh] = shardings[name]
@@ -54,14 +54,6 @@ def make_contiguous(program: LocalProgram, rules: Rules) -> LocalProgram:
             loose.update([out] if is_loose else [])
             turned.update([out] if is_turned else [])
     return replace(program, nodes=tuple(nodes), types=types, shardings=shardings, global_types=whole)
-
-
-def _fresh(stem: str, taken: Mapping[str, TensorType]) -> str:
-    name, count = stem, 0
-    while name in taken:
-        count += 1
-        name = f"{stem}_{count}"
-    return name
 
 
 def _memory(node: Node, types: Mapping[str, TensorType], loose: set[str], turned: set[str]) -> tuple[bool, bool]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.errors import VerifyError
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Offset, Output, Program, Ref, TensorType, Where
+from autopar.ir.program import Node, Offset, Output, Program, Ref, TensorType, Where, fresh_name
 from autopar.layout.mesh import Mesh
 from autopar.layout.reshard import Step, plan_reshard
 from autopar.layout.sharding import REPLICATE, Sharding
@@ -130,10 +130,7 @@ class _Inserter:
         return self.converted[key]
 
     def fresh(self, stem: str) -> str:
-        name, count = stem, 0
-        while name in self.taken:
-            count += 1
-            name = f"{stem}_{count}"
+        name = fresh_name(stem, self.taken)
         self.taken.add(name)
         return name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from autopar._torch import resolve, takes_dtype
 from autopar.errors import InputError, UnsupportedError
-from autopar.ir.program import Node, Program, Ref, TensorType
+from autopar.ir.program import Node, Program, Ref, TensorType, fresh_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -46,7 +45,7 @@ def lift(program: Program, precision: str | None) -> Program:
         elif old.refs() and _untold(old, program):  # a quotient of integers, say: torch's own choice is float32
             for name in dict.fromkeys(node.refs()):
                 if name not in floated:
-                    floated[name] = _fresh(f"{name}_float", types)
+                    floated[name] = fresh_name(f"{name}_float", types)
                     types[floated[name]] = TensorType(wanted, types[name].shape)
                     cast = Node("aten._to_copy.default", (Ref(name),), (floated[name],), (("dtype", wanted),), node.phase, node.where)
                     nodes.append(cast)
@@ -64,11 +63,3 @@ def _untold(node: Node, program: Program) -> bool:
     if told or not node.op.startswith("aten.") or "where" in node.op or any(t.is_floating_point for t in operands):
         return False
     return any(t in _FLOATS for t in results)
-
-
-def _fresh(stem: str, taken: Mapping[str, TensorType]) -> str:
-    name, count = stem, 0
-    while name in taken:
-        count += 1
-        name = f"{stem}_{count}"
-    return name

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.errors import PlanError
-from autopar.ir.program import Node, Offset, Program, Ref, Region, TensorType
+from autopar.ir.program import Node, Offset, Program, Ref, Region, TensorType, fresh_name
 from autopar.layout.mesh import MICROBATCH, Mesh
 from autopar.layout.sharding import PARTIAL_SUM, REPLICATE, Placement, Sharding
 from autopar.passes.insert_collectives import RANDOM_PLACE
@@ -237,10 +237,7 @@ class _Splitter:
         return replace(node, args=tuple(args))
 
     def fresh(self, stem: str) -> str:
-        name, count = stem, 0
-        while name in self.taken:
-            count += 1
-            name = f"{stem}_{count}"
+        name = fresh_name(stem, self.taken)
         self.taken.add(name)
         return name
 
