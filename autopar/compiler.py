@@ -10,7 +10,6 @@ import torch
 
 from autopar.codegen.emit import Module, emit
 from autopar.cost.device import GENERIC, Device
-from autopar.errors import VerifyError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
@@ -122,10 +121,8 @@ def _same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Buc
     made = {m.path: b for b in make_buckets(local, {}, 1) for m in b.members}
     out = []
     for bucket in buckets:
-        partial = {made[m.path].partial for m in bucket.members if m.path in made}
-        if len(partial) != 1:
-            raise VerifyError(f"gradients of {bucket.name} are partial over different axes: {sorted(partial)}")
-        out.append(replace(bucket, partial=partial.pop()))
+        over = {a for m in bucket.members for a in made[m.path].partial}
+        out.append(replace(bucket, partial=tuple(a for a in bucket.axes if a in over)))
     return tuple(out)
 
 

@@ -34,9 +34,9 @@ _QUIET = frozenset(
 
 def is_user_file(file: str) -> bool:
     """Whether a frame's file belongs to the user: not torch, not autopar, not the standard library."""
-    if file.startswith(_SITE):
-        return not file.startswith(_TORCH)
-    return not file.startswith((_TORCH, _OURS, _STDLIB, "<"))
+    if file.startswith((_TORCH, _OURS, "<")):
+        return False
+    return file.startswith(_SITE) or not file.startswith(_STDLIB)
 
 
 def short_file(file: str) -> str:

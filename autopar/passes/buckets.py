@@ -99,8 +99,15 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
         if not grad_of:
             continue
         nodes = []
-        packed = tuple(Ref(grad_of[m.path]) for m in bucket.members)
-        flat = add("autopar.pack", (packed, bucket.numel), f"{bucket.name}_grad", (bucket.numel,), nodes, "backward", post)
+        packed = []
+        for m in bucket.members:
+            value = grad_of[m.path]
+            whole = [a for a in bucket.partial if program.shardings[value].on(a).kind != "partial"]
+            if whole:  # reduced already, unlike the rest of the bucket: its sum counts one rank's
+                indices = tuple(Offset(((a, 1),)) for a in whole)
+                value = add("autopar.once", (Ref(value), *indices), f"{value}_once", m.shape, nodes, "backward", post)
+            packed.append(Ref(value))
+        flat = add("autopar.pack", (tuple(packed), bucket.numel), f"{bucket.name}_grad", (bucket.numel,), nodes, "backward", post)
         sizes = [mesh[a] for a in bucket.axes]
         part = bucket.part(mesh)
         for axis in bucket.axes:

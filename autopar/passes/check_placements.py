@@ -177,7 +177,11 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
     mesh = final.mesh
     views: dict[str, Node] = {}
     packs: dict[str, Node] = {}
+    # values that a bucket counts on one rank only: the gradient, and the axes over which it is whole
+    once: dict[str, tuple[str, set[str]]] = {}
     for node in final.nodes:
+        if node.op == "autopar.once":
+            once[node.name] = node.refs()[0], {axis for index in node.args[1:] for axis, _ in index.terms}
         if node.op == "autopar.member":
             views[node.name] = node
         elif node.op == "autopar.pack":
@@ -201,14 +205,16 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
         if not grads:
             continue
         pack, at = packs[bucket.name], 0
-        if pack.refs() != tuple(grads[m.path] for m in bucket.members):
+        names = tuple(once.get(r, (r, set()))[0] for r in pack.refs())
+        if names != tuple(grads[m.path] for m in bucket.members):
             raise VerifyError(f"the gradients packed into {bucket.name} aren't those of its members in order")
-        for m, name in zip(bucket.members, pack.refs(), strict=True):
+        for m, name, packed in zip(bucket.members, names, pack.refs(), strict=True):
             if at != m.offset or final.types[name].shape != m.shape:
                 raise VerifyError(f"the gradient of {m.path} is packed at {at} as {final.types[name]}, its parameter lies at {m.offset}")
             at += m.numel
-            left = tuple(a for a, _ in local.shardings[name].partial_axes())
-            if left != bucket.partial:
+            left = {a for a, _ in local.shardings[name].partial_axes()}
+            counted = once[packed][1] if packed in once else set()
+            if left & counted or left | counted != set(bucket.partial):
                 raise VerifyError(f"the gradient of {m.path} is unreduced over {left}, {bucket.name} reduces over {bucket.partial}")
 
 

@@ -103,11 +103,19 @@ def launch(fn: Callable[..., T], nproc: int, *args: Any) -> list[T]:
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        results = elastic_launch(config, fn)(*args)
+        results = elastic_launch(config, _call)(fn, *args)
     except ChildFailedError as failed:
         rank, text, trace = _first_failure(failed)
-        raise AutoparError(f"rank {rank} of {nproc} failed: {text}", why=trace) from failed
+        # an error of autopar says itself where and why; of another one the last calls are enough to find it
+        kinds: list[type[AutoparError]] = [AutoparError, *AutoparError.__subclasses__()]
+        known = text.split(":", 1)[0].rpartition(".")[2] in {k.__name__ for k in kinds}
+        raise AutoparError(f"rank {rank} of {nproc} failed: {text}", why="" if known else "\n".join(trace.splitlines()[-9:])) from None
     return [results[rank] for rank in range(nproc)]
+
+
+def _call(fn: Callable[..., T], *args: Any) -> T:
+    """What the launcher runs: it wants a function with a name, which a ``functools.partial`` hasn't."""
+    return fn(*args)
 
 
 def _cores() -> int:

@@ -148,6 +148,11 @@ def member(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     return flat[offset : offset + count].view(tuple(shape))
 
 
+def once(x: Tensor, *indices: int) -> Tensor:
+    """``x`` on the first of the ranks that hold it, zeros on the others: a value that a sum over them counts once."""
+    return x if not any(indices) else torch.zeros_like(x)
+
+
 def pack(pieces: Sequence[Tensor], numel: int) -> Tensor:
     """Pieces one after the other in a flat tensor of ``numel`` elements, zeros at the end."""
     flat = torch.cat([p.reshape(-1) for p in pieces])
