@@ -78,6 +78,7 @@ class Step:
         self._state: State | None = None
         self._grads: tuple[Tensor, ...] = ()
         self._plan = options.plan
+        self._trained: list[str] | None = None  # trainable parameters when the step was compiled
         self._unread: dict[str, Tensor] = {}  # buffers that no step reads
         self._waiting: Mapping[str, Tensor] | None = None
         self._prepared: opt.Prepared | None = None
@@ -398,8 +399,22 @@ class Step:
         tree, tensors = take_batch(batch)
         # the flags of the modules are part of what is captured: model.eval() is followed
         flags = tuple(m.training for m in self._model.modules()) if kind == "train" else ()
-        signature = (kind, tree.form, tree.paths, str(tree.leaves), tuple((t.dtype, tuple(t.shape)) for t in tensors), flags)
+        signature = (
+            kind,
+            f"{tree.form} {tree.spec}",
+            tree.paths,
+            str(tree.leaves),
+            tuple((t.dtype, tuple(t.shape)) for t in tensors),
+            flags,
+        )
         self._agree_on_call(signature, tensors)
+        trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
+        if self._trained is not None and trained != self._trained:
+            changed = sorted(set(trained) ^ set(self._trained))
+            raise InputError(
+                f"requires_grad of {changed[0]} changed after the step was compiled", why=f"{len(changed)} parameters changed",
+                hint="make a new step: parallelize(step.module(), mesh, ...)",
+            )  # fmt: skip
         return self._get(signature, tree, tensors)
 
     def _get(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
@@ -420,6 +435,9 @@ class Step:
             compiled = self._program(kind, tree, tensors)
             if self._share is not None:
                 self._share[signature] = compiled
+        if self.mesh.size > 1:  # what the ranks run is the same text, whatever their models look like
+            text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
+            _compare_ranks(self._comm.exchange({"program": text}, site="program"))
         run = self._load(compiled)
         if self._train is None:
             self._begin(compiled)
@@ -432,6 +450,7 @@ class Step:
     def _begin(self, compiled: Compiled) -> None:
         """Takes the first compilation: its plan, the weights in its layout, the optimizer over its parts."""
         self._train = compiled
+        self._trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
         self._plan = filled_plan(self._plan, compiled)
         self._state = self._weights(compiled)
         if self._prepared is not None:
@@ -464,9 +483,16 @@ class Step:
         """
         if self.mesh.size == 1:
             return
-        kind, _, paths, constants, types, flags = signature
+        kind, structure, paths, constants, types, flags = signature
         shapes = [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)]
-        mine = {"call": kind, "batch shapes": shapes, "constant in its batch": constants, "training flag": hash(flags)}
+        mine = {
+            "call": kind,
+            "batch shapes": shapes,
+            "constant in its batch": constants,
+            "structure of its batch": structure,
+            "training flag": zlib.crc32(bytes(flags)),
+            "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
+        }
         rows = zlib.crc32(repr(shapes).encode())
         if self.mesh.size > self.mesh["dp"]:
             for t in tensors:
@@ -488,7 +514,11 @@ class Step:
             return
         o = self._options
         model = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in self._model.named_parameters()]
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._prepared.optimizer.param_groups] if self._prepared else None
+        plain = (bool, int, float, str, tuple, type(None))
+        groups = [
+            {k: v for k, v in g.items() if k != "params" and isinstance(v, plain)}
+            for g in (self._prepared.optimizer.param_groups if self._prepared else ())
+        ]
         mine = {
             "model": hashlib.sha256(repr(model).encode()).hexdigest()[:16], "seed": o.seed, "plan": self._plan.text(),
             "optimizer": (type(self._prepared.optimizer).__name__, repr(groups)) if self._prepared else None,
@@ -705,14 +735,38 @@ def _wanted_outputs(program: Program, kind: str) -> Program:
 
 
 def _divisor(program: Program, loss: str) -> str | None:
-    """The tensor by which the last division of a canonical program divides its loss: a count of labels, say."""
+    """The tensor by which the last division of a canonical program divides its loss: a count of labels, say; no parameter's value.
+
+    Factors that are plain numbers don't matter.
+    """
     producers = program.producers()
     node = producers.get(loss)
-    while node is not None and node.op in ("aten._to_copy.default", "aten.view.default", "aten.squeeze.default"):
+    passing = (
+        "aten._to_copy.default",
+        "aten.view.default",
+        "aten.squeeze.default",
+        "aten.mul.Tensor",
+        "aten.div.Tensor",
+        "aten.neg.default",
+    )
+    while node is not None and node.op in passing and len(node.refs()) == 1 and node.op != "aten.div.Tensor":
         node = producers.get(node.refs()[0])
-    if node is not None and node.op == "aten.div.Tensor" and isinstance(node.args[1], Ref) and program.types[node.args[1].name].shape == ():
-        return node.args[1].name
-    return None
+    while node is not None and node.op == "aten.div.Tensor" and len(node.refs()) == 1 and node.refs()[0] in producers:
+        inner = producers[node.refs()[0]]
+        if inner.op != "aten.div.Tensor":
+            break
+        node = inner
+    if node is None or node.op != "aten.div.Tensor" or not isinstance(node.args[1], Ref) or program.types[node.args[1].name].shape != ():
+        return None
+    params, seen, left = {i.name for i in program.inputs_of("param")}, set(), [node.args[1].name]
+    while left:
+        name = left.pop()
+        if name in params:
+            return None
+        if name not in seen and name in producers:
+            left += producers[name].refs()
+        seen.add(name)
+    return node.args[1].name
 
 
 __all__ = ["Options", "Step", "compile_step", "cut_rows", "filled_plan", "find_dims"]

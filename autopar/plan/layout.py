@@ -143,7 +143,7 @@ class _Roles:
         sizes = self.layout.inputs[name].local_atoms(self.mesh)
         cut = [shard(a) for a in atoms if self.may_shard(name, a) and sizes[a] % self.mesh[self.axis] == 0]
         if self.axis == "dp":
-            return cut if kind == "batch" and cut else [REPLICATE]
+            return [sample_placement(self.program, self.atoms, name, self.mesh["dp"])] if kind == "batch" else [REPLICATE]
         if kind != "param":
             return [REPLICATE]
         return [self.pins[name]] if name in self.pins else [REPLICATE, *cut]
@@ -160,6 +160,21 @@ class _Roles:
                     # a pin holds at any size: a latency of collectives that it costs must not outweigh it
                     extra += self.program.types[name].nbytes / self.device.link_bandwidth + 20 * self.device.latency
         return extra
+
+
+def sample_placement(program: Program, atoms: Atoms, name: str, ways: int) -> Placement:
+    """How ``dp`` cuts a batch input: its rows, along the dim that counts samples, whatever else has that size."""
+    if name not in atoms.samples:
+        return REPLICATE
+    atom = atoms.samples[name]
+    sizes = [a for dim in atoms.dims[name] for a in dim]
+    if sizes[atom] % ways:
+        path = next(i.path for i in program.inputs if i.name == name)
+        raise PlanError(
+            f"dp={ways} doesn't divide the samples of batch input {path!r} as the model views them, in groups of {sizes[atom]}",
+            why=f"its dims are {atoms.dims[name]}", hint="another number of rows, or of data ranks",
+        )  # fmt: skip
+    return shard(atom)
 
 
 def choose(
@@ -279,17 +294,10 @@ def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng:
         for i in program.inputs:
             sizes = layout.inputs[i.name].local_atoms(mesh)
             options = [REPLICATE]
-            if i.kind in ("param", "batch") and not (i.kind == "batch" and axis == "tp"):
+            if i.kind == "param" and axis != "dp":
                 options += [shard(a) for a, s in enumerate(sizes) if s % size == 0]
-            if i.kind == "batch":
-                marks = atoms.marks[i.name]
-                options = (
-                    [p for p in options if p.kind == "shard" and "batch" in marks[p.atom] and "mb" not in marks[p.atom]] or [REPLICATE]
-                    if axis == "dp"
-                    else [REPLICATE]
-                )
-            if i.kind == "param" and axis == "dp":
-                options = [REPLICATE]
+            if i.kind == "batch" and axis == "dp":
+                options = [sample_placement(program, atoms, i.name, size)]
             given[i.name] = inputs[i.name] = rng.choice(options)
         for n, node in enumerate(program.nodes):
             operands, outputs = layout.nodes[n]

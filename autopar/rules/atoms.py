@@ -82,11 +82,15 @@ def _align(left: list[_Dim], right: list[_Dim]) -> bool:
 
 @dataclass(frozen=True)
 class Atoms:
-    """Atoms of every value, the marks of every atom (``batch``, ``feature``) and the row of every node as it holds with them."""
+    """Atoms of every value, the marks of every atom (``batch``, ``feature``) and the row of every node as it holds with them.
+
+    ``samples`` is the atom of a batch input that counts the samples of a microbatch: the one that data ranks cut.
+    """
 
     dims: Mapping[str, tuple[tuple[int, ...], ...]]
     marks: Mapping[str, tuple[frozenset[str], ...]]
     rows: Mapping[int, Row] = field(repr=False)
+    samples: Mapping[str, int] = field(default_factory=dict)
 
     def replicated(self, value: str) -> Sharding:
         """The sharding of a value that every rank holds whole."""
@@ -155,7 +159,16 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
     _mark_stream([dims[name] for name in used])
     out_dims = {name: tuple(tuple(x.size for x in d.leaves()) if d is not None else () for d in ds) for name, ds in dims.items()}
     marks = {name: tuple(frozenset(x.root().marks) for d in ds if d is not None for x in d.leaves()) for name, ds in dims.items()}
-    return Atoms(out_dims, marks, rows)
+    samples = {}
+    for i in program.inputs_of("batch"):
+        dim = batch_dims.get(i.name)
+        if dim is not None:
+            first = sum(len(d) for d in out_dims[i.name][: dim % len(out_dims[i.name])])
+            own = range(first, first + len(out_dims[i.name][dim]))
+            rows_of = next((a for a in own if "mb" not in marks[i.name][a]), None)
+            if rows_of is not None:  # else every microbatch is one sample
+                samples[i.name] = rows_of
+    return Atoms(out_dims, marks, rows, samples)
 
 
 def _mark_stream(matrices: list[list[_Dim | None]]) -> None:

@@ -454,6 +454,16 @@ class DistComm(Comm):
     def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
         if self.mesh.size == 1:
             return [obj]
+        found = self._exchange((site, obj), site)
+        for rank, (theirs, _) in enumerate(found):
+            if theirs != found[0][0]:
+                raise CommError(
+                    f"rank {rank} is at {theirs or 'an exchange'}, rank 0 at {found[0][0] or 'an exchange'}", where="exchange",
+                    why="every rank makes the same calls of a step, in one order",
+                )  # fmt: skip
+        return [value for _, value in found]
+
+    def _exchange(self, obj: Any, site: str) -> list[Any]:
         self._check_usable(f"exchange at {site}" if site else "exchange")
         if not self._direct:
             found: list[Any] = [None] * self.mesh.size
