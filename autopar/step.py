@@ -224,7 +224,10 @@ class Step:
         return out
 
     def load_state_dict(self, full: Mapping[str, Tensor]) -> None:
-        """Sets weights and buffers from whole tensors by original name. Before the first batch they are kept until the step is compiled."""
+        """Sets weights and buffers from whole tensors by original name, the same on every rank. Collective.
+
+        Before the first batch they are kept until the step is compiled.
+        """
         wanted = {n for n, _ in self._model.named_parameters()} | {n for n in self._model.state_dict()}
         missing, unknown = (
             sorted(wanted - set(full)),
@@ -242,6 +245,7 @@ class Step:
             self._waiting = dict(full)
             return
         assert self._train is not None
+        self._agree_on_values(full, "load_state_dict", "load the same file on every rank")
         state, coords = self._state, self._comm.coords
         for k, bucket in enumerate(state.buckets):
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._comm.device)
@@ -527,18 +531,32 @@ class Step:
         }  # fmt: skip
         _compare_ranks(self._comm.exchange(mine, site="model"))
 
+    def _agree_on_values(self, tensors: Mapping[str, Tensor], site: str, hint: str) -> None:
+        """All ranks hold the same whole tensors. Else InputError on every rank."""
+        if self.mesh.size == 1:
+            return
+        digests = self._comm.exchange({n: _digest([t]) for n, t in tensors.items()}, site=site)
+        for rank, theirs in enumerate(digests):
+            differ = [n for n in digests[0] if theirs.get(n) != digests[0][n]]
+            if differ:
+                raise InputError(
+                    f"rank {rank} has other values of {differ[0]} than rank 0", why=f"{len(differ)} tensors differ", hint=hint
+                )  # fmt: skip
+
     def _weights(self, compiled: Compiled) -> State:
         """The state that holds the model's weights, as ``init`` says."""
         model, how = self._model, self._options.init
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
-        if self._waiting is not None:
-            named, buffers = {**named, **self._waiting}, {**buffers, **{k: v for k, v in self._waiting.items() if k in buffers}}
-        elif callable(how):
+        if callable(how):
             model = _filled(model)
             how(model)
             named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
-            missed = [n for n, t in (*named.items(), *buffers.items()) if not t.is_meta and t.numel() and bool(t.isnan().any())]
+        given = self._waiting or {}
+        named, buffers = {**named, **given}, {**buffers, **{k: v for k, v in given.items() if k in buffers}}
+        if callable(how):
+            made = {n: t for n, t in (*named.items(), *buffers.items()) if n not in given and not t.is_meta}
+            missed = [n for n, t in made.items() if t.numel() and bool(t.isnan().any())]
             if missed:
                 raise InputError(
                     f"init= left {missed[0]} without values", why=f"{len(missed)} tensors have elements that it didn't fill",
@@ -550,15 +568,8 @@ class Step:
                 f"{on_meta[0]} is on meta: it has no values", why=f"{len(on_meta)} tensors are",
                 hint="init= a function that fills a module, or step.load_state_dict(full) before the first step",
             )  # fmt: skip
-        if self.mesh.size > 1 and how == "check":
-            digests = self._comm.exchange({n: _digest([t]) for n, t in (*named.items(), *buffers.items())}, site="init")
-            for rank, theirs in enumerate(digests):
-                differ = [n for n in digests[0] if theirs.get(n) != digests[0][n]]
-                if differ:
-                    raise InputError(
-                        f"rank {rank} has other values of {differ[0]} than rank 0", why=f"{len(differ)} tensors differ",
-                        hint='seed every rank alike before building the model, or init="broadcast"',
-                    )  # fmt: skip
+        if how != "broadcast":
+            self._agree_on_values({**named, **buffers}, "init", 'seed every rank alike before building the model, or init="broadcast"')
 
         def value(path: str) -> Tensor:
             if self.mesh.size > 1 and how == "broadcast":

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
 from autopar.errors import AutoparError
 from autopar.step import Step
 from tests.cases.run import Net, equal, near, ranks
@@ -69,3 +70,28 @@ def test_b04_init_that_leaves_a_buffer_out() -> None:
         assert "f" in str(error).split()
     else:
         assert all(near(f, Table().f, 1e-6) for f in found)
+
+
+def test_b04_a_state_for_a_model_on_meta_and_init_for_what_no_state_holds() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.register_buffer("table", torch.arange(4.0, dtype=torch.float64), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.a(x) * self.table).sum()
+
+    torch.manual_seed(0)
+    real = Table().double()
+    with torch.device("meta"):
+        meta = Table().double()
+
+    def fill(module: nn.Module) -> None:
+        with torch.no_grad():
+            module.table.copy_(torch.arange(4.0))
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    step = autopar.parallelize(meta, autopar.Mesh(), init=fill)
+    step.load_state_dict(real.state_dict())
+    assert torch.allclose(step(x), real(x).detach(), rtol=1e-12)
