@@ -10,7 +10,6 @@ from typing import Any
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Input, Node, Offset, Output, Ref, TensorType, Where
 from autopar.layout.bucket import Bucket, Member, padded
-from autopar.layout.mesh import Mesh
 
 #: bytes after which a bucket is closed.
 CAP = 25 * 2**20
@@ -148,6 +147,3 @@ def _first_use(program: LocalProgram) -> dict[str, int]:
         for name in node.refs():
             found.setdefault(name, n)
     return found
-
-
-__all__ = ["CAP", "Mesh", "bucketize", "make_buckets"]

@@ -10,7 +10,7 @@ import torch
 from autopar._torch import infer, resolve
 from autopar.errors import LayoutError, VerifyError
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Offset, Program, Ref, TensorType, map_refs
+from autopar.ir.program import Node, Offset, Program, TensorType, map_refs
 from autopar.ir.text import show_node
 from autopar.passes.insert_collectives import RANDOM_PLACE
 from autopar.runtime import ops
@@ -143,5 +143,3 @@ def _infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], 
 
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
-
-__all__ = ["Ref", "check_local", "check_program"]

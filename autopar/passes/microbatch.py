@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import PlanError
 from autopar.ir.program import Node, Offset, Program, Ref, Region, TensorType, fresh_name
 from autopar.layout.mesh import MICROBATCH, Mesh
-from autopar.layout.sharding import PARTIAL_SUM, REPLICATE, Placement, Sharding
+from autopar.layout.sharding import REPLICATE, Placement, Sharding
 from autopar.passes.insert_collectives import RANDOM_PLACE
 from autopar.rules import Local, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -240,6 +240,3 @@ class _Splitter:
         name = fresh_name(stem, self.taken)
         self.taken.add(name)
         return name
-
-
-__all__ = ["PARTIAL_SUM", "split_microbatches"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from autopar.errors import InputError
 from autopar.layout.bucket import Bucket, Member
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
-from autopar.runtime import ops
 from autopar.runtime.comm import Comm
 
 
@@ -231,13 +230,3 @@ def gather_fixed(fixed: Mapping[str, Tensor], shardings: Mapping[str, Sharding],
             paste(full, ranks[rank][path], shardings[path], mesh, mesh.coords(rank))
         whole[path] = full
     return whole
-
-
-@dataclass
-class Metrics:
-    """Figures of the last step; seconds are of this rank's clock, bytes of this rank's sends."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-__all__ = ["Executable", "Metrics", "Spec", "State", "cut", "gather", "gather_fixed", "load", "make_state", "ops", "own", "paste"]
