@@ -139,14 +139,14 @@ class _Roles:
 
     def input_choices(self, name: str) -> list[Placement]:
         kind = next(i.kind for i in self.program.inputs if i.name == name)
-        atoms = range(len(self.atoms.marks[name]))
-        sizes = self.layout.inputs[name].local_atoms(self.mesh)
-        cut = [shard(a) for a in atoms if self.may_shard(name, a) and sizes[a] % self.mesh[self.axis] == 0]
         if self.axis == "dp":
             return [sample_placement(self.program, self.atoms, name, self.mesh["dp"])] if kind == "batch" else [REPLICATE]
         if kind != "param":
             return [REPLICATE]
-        return [self.pins[name]] if name in self.pins else [REPLICATE, *cut]
+        if name in self.pins:
+            return [self.pins[name]]
+        sizes = self.layout.inputs[name].local_atoms(self.mesh)
+        return [REPLICATE, *(shard(a) for a, n in enumerate(sizes) if self.may_shard(name, a) and n % self.mesh[self.axis] == 0)]
 
     def surcharge(self, n: int, node: Node, option: Strategy) -> float:
         if not self.sequence or self.axis != "tp" or node.phase != "forward" or self.atoms.rows[n].moves:
