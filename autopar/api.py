@@ -16,12 +16,13 @@ from autopar.cost.device import GENERIC
 from autopar.errors import InputError, UnsupportedError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan, as_plan
+from autopar.programs import Options
 from autopar.reference import Trace, plain_steps
 from autopar.rules import DEFAULT, Rule
 from autopar.runtime.comm import Comm, DistComm
 from autopar.runtime.launch import init as join
 from autopar.runtime.sim import SimComm, run_simulated
-from autopar.step import Options, Step
+from autopar.step import Step
 
 Optimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 Loss = Callable[[Any, Any], Tensor]

@@ -15,44 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import _torch
-from autopar.capture import capture, rebuild_output
+from autopar import agree
+from autopar.capture import rebuild_output
 from autopar.capture.tree import BatchTree, take_batch
 from autopar.codegen.emit import emit
-from autopar.compiler import Compiled, compile_program
-from autopar.cost.device import GENERIC, Device
+from autopar.compiler import Compiled
 from autopar.errors import InputError, UnsupportedError
 from autopar.inspect import tables
-from autopar.ir.program import Output, Program, Ref
 from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
-from autopar.passes.canonicalize import canonicalize
 from autopar.plan.plan import Plan
-from autopar.rules import Rules
+from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
 from autopar.runtime.random import step_key
-
-#: path of the extra output of an evaluation: what its loss was divided by.
-WEIGHT = "autopar.weight"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ``parallelize`` was given."""
-
-    loss: Callable[[Any, Any], Tensor] | None
-    optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None
-    plan: Plan
-    precision: str | None
-    batch_dim: Any
-    init: str | Callable[[nn.Module], None]
-    clip_grad_norm: float | None
-    seed: int
-    backend: str
-    rules: Rules
-    device: Device = GENERIC
 
 
 @dataclass
@@ -245,7 +222,7 @@ class Step:
             self._waiting = dict(full)
             return
         assert self._train is not None
-        self._agree_on_values(full, "load_state_dict", "load the same file on every rank")
+        agree.compare_values(self._comm, full, "load_state_dict", "load the same file on every rank")
         state, coords = self._state, self._comm.coords
         for k, bucket in enumerate(state.buckets):
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._comm.device)
@@ -441,7 +418,7 @@ class Step:
                 self._share[signature] = compiled
         if self.mesh.size > 1:  # what the ranks run is the same text, whatever their models look like
             text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
-            _compare_ranks(self._comm.exchange({"program": text}, site="program"))
+            agree.compare_ranks(self._comm, {"program": text}, "program")
         run = self._load(compiled)
         if self._train is None:
             self._begin(compiled)
@@ -481,36 +458,16 @@ class Step:
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
     def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """All ranks make the same call on batches of one kind; ranks of one data coordinate hold the same rows. Else InputError on all.
-
-        One small exchange a call, before any collective of tensors: without it ranks that differ would wait for each other for ever.
-        """
-        if self.mesh.size == 1:
-            return
         kind, structure, paths, constants, types, flags = signature
-        shapes = [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)]
         mine = {
             "call": kind,
-            "batch shapes": shapes,
+            "batch shapes": [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)],
             "constant in its batch": constants,
             "structure of its batch": structure,
             "training flag": zlib.crc32(bytes(flags)),
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
-        rows = zlib.crc32(repr(shapes).encode())
-        if self.mesh.size > self.mesh["dp"]:
-            for t in tensors:
-                rows = zlib.crc32(_bytes(t), rows)
-        everyone = self._comm.exchange((mine, self._comm.coords.get("dp", 0), rows), site="call")
-        _compare_ranks([theirs for theirs, _, _ in everyone])
-        first: dict[int, tuple[int, int]] = {}
-        for rank, (_, data, digest) in enumerate(everyone):
-            other, known = first.setdefault(data, (rank, digest))
-            if known != digest:
-                raise InputError(
-                    f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
-                    hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
-                )
+        agree.compare_call(self._comm, mine, tensors)
 
     def _agree_on_model(self) -> None:
         """All ranks hold one model and were given the same options. Else InputError on every rank."""
@@ -529,19 +486,7 @@ class Step:
             "loss": getattr(o.loss, "__qualname__", type(o.loss).__name__), "clip_grad_norm": o.clip_grad_norm, "precision": o.precision,
             "backend": o.backend, "torch": torch.__version__,
         }  # fmt: skip
-        _compare_ranks(self._comm.exchange(mine, site="model"))
-
-    def _agree_on_values(self, tensors: Mapping[str, Tensor], site: str, hint: str) -> None:
-        """All ranks hold the same whole tensors. Else InputError on every rank."""
-        if self.mesh.size == 1:
-            return
-        digests = self._comm.exchange({n: _digest([t]) for n, t in tensors.items()}, site=site)
-        for rank, theirs in enumerate(digests):
-            differ = [n for n in digests[0] if theirs.get(n) != digests[0][n]]
-            if differ:
-                raise InputError(
-                    f"rank {rank} has other values of {differ[0]} than rank 0", why=f"{len(differ)} tensors differ", hint=hint
-                )  # fmt: skip
+        agree.compare_ranks(self._comm, mine, "model")
 
     def _weights(self, compiled: Compiled) -> State:
         """The state that holds the model's weights, as ``init`` says."""
@@ -569,7 +514,9 @@ class Step:
                 hint="init= a function that fills a module, or step.load_state_dict(full) before the first step",
             )  # fmt: skip
         if how != "broadcast":
-            self._agree_on_values({**named, **buffers}, "init", 'seed every rank alike before building the model, or init="broadcast"')
+            agree.compare_values(
+                self._comm, {**named, **buffers}, "init", 'seed every rank alike before building the model, or init="broadcast"'
+            )
 
         def value(path: str) -> Tensor:
             if self.mesh.size > 1 and how == "broadcast":
@@ -597,124 +544,6 @@ class Step:
         }  # fmt: skip
 
 
-def compile_step(
-    model: nn.Module,
-    mesh: Mesh,
-    options: Options,
-    tree: BatchTree,
-    tensors: Sequence[Tensor],
-    kind: str = "train",
-    groups: Mapping[str, int] | None = None,
-    like: Compiled | None = None,
-) -> Compiled:
-    """Captures a model on the global batch and compiles the program of a rank: no processes, and no values of weights or batch, are needed.
-
-    Args:
-        tree, tensors: the rows of one rank, taken apart; only types and shapes matter.
-        kind: what a call returns: ``train``, ``eval`` or ``forward``.
-        groups: the optimizer's parameter group of every path.
-        like: an earlier compilation whose layout of parameters is kept.
-    """
-    dims = find_dims(options.batch_dim, tree, tensors)
-    count = (options.plan.microbatches or 1) if kind == "train" else 1
-    shapes = []
-    for path, t, dim in zip(tree.paths, tensors, dims, strict=True):
-        shape = list(t.shape)
-        if dim is not None:
-            if not -t.dim() <= dim < t.dim():
-                raise InputError(f"batch_dim {dim} of batch leaf {path!r} doesn't exist in shape {tuple(shape)}")
-            if shape[dim] % count:
-                raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
-            shape[dim] *= mesh["dp"]
-        shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
-    captured = capture(model, tree.fill(shapes), loss=options.loss, train=None if kind == "train" else False, grads=kind == "train")
-    captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
-    batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
-    plan = options.plan if kind == "train" else replace(options.plan, microbatches=1)
-    return compile_program(
-        captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
-        device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.",
-    )  # fmt: skip
-
-
-def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0) -> Any:
-    """The rows of data coordinate ``index`` of a global batch in ``count`` microbatches: microbatch outer, data coordinate inner."""
-    tree, tensors = take_batch(batch)
-    ways, out = mesh["dp"], []
-    for path, tensor, dim in zip(tree.paths, tensors, find_dims(batch_dim, tree, tensors), strict=True):
-        if dim is None:
-            out.append(tensor)
-            continue
-        rows = tensor.shape[dim]
-        if rows % (ways * count):
-            raise InputError(
-                f"batch input {path!r} has {rows} rows, which {count} microbatches over {ways} data ranks don't divide",
-                hint=f"a multiple of {ways * count} rows",
-            )
-        split = tensor.unflatten(dim, (count, ways, rows // (ways * count))).select(dim + 1, index)
-        out.append(split.flatten(dim, dim + 1))
-    return tree.fill(out)
-
-
-def filled_plan(plan: Plan, compiled: Compiled) -> Plan:
-    """The plan with everything that a compilation chose."""
-    return plan.filled(
-        zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, mesh=str(compiled.spec.mesh),
-        seconds=dict(compiled.layout.seconds),
-        parameters={i.path: str(compiled.local.shardings[i.name]) for i in compiled.program.inputs_of("param")},
-    )  # fmt: skip
-
-
-def find_dims(given: Any, tree: BatchTree, tensors: Sequence[Tensor]) -> list[int | None]:
-    """Which dim of every leaf counts samples. Raises InputError where one number for all leaves is ambiguous."""
-    if given is None or isinstance(given, int):
-        dims = [given if t.dim() else None for t in tensors]
-        sizes = {p: t.shape[d] for p, t, d in zip(tree.paths, tensors, dims, strict=True) if d is not None and d < t.dim()}
-        if len(set(sizes.values())) > 1:
-            raise InputError(
-                f"the leaves of the batch differ in size along dim {given}: {sizes}",
-                why="a leaf that doesn't count samples there must not be split",
-                hint="batch_dim= a tree like the batch, with None for leaves that are not per sample",
-            )
-        return dims
-    # a tree like the batch: entries of leaves that are no tensors don't matter
-    paths, leaves, _ = _torch.tree_paths(
-        _torch.tree_map(lambda d: -1 if d is None else d, dict(given) if isinstance(given, Mapping) else given)
-    )
-    known = {p or "0": d for p, d in zip(paths, leaves, strict=True)}
-    unknown = [p for p in tree.paths if p not in known]
-    if unknown:
-        raise InputError(f"batch_dim doesn't name the batch leaf {unknown[0]!r}", hint="a tree like the batch, of ints and None")
-    wrong = [p for p in tree.paths if not isinstance(known[p], int)]
-    if wrong:
-        raise InputError(f"batch_dim of the batch leaf {wrong[0]!r} is {known[wrong[0]]!r}", hint="an int, or None")
-    return [None if known[p] == -1 else known[p] for p in tree.paths]
-
-
-def _bytes(t: Tensor) -> bytes:
-    t = t.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element of stride 0 counts as contiguous, and isn't
-    return t.view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    h = hashlib.sha256()
-    for t in tensors:
-        h.update(repr((t.dtype, tuple(t.shape))).encode())
-        h.update(_bytes(t))
-    return h.hexdigest()
-
-
-def _compare_ranks(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError, the same on every rank, where a rank's table differs from the first rank's."""
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs[name] != value:
-                raise InputError(
-                    f"rank {rank} has another {name} than rank 0", why=f"{theirs[name]} against {value}",
-                    hint="every rank makes the same calls, with batches of the same shapes",
-                )  # fmt: skip
-
-
 def _filled(model: nn.Module) -> nn.Module:
     """A copy of a model on meta with memory on the CPU, ties kept. Floats are NaN, so that what isn't initialised shows."""
     out = copy.deepcopy(model)
@@ -732,52 +561,4 @@ def _filled(model: nn.Module) -> nn.Module:
     return out
 
 
-def _wanted_outputs(program: Program, kind: str) -> Program:
-    """The outputs that a kind of call returns: training: loss, gradients, buffers; evaluation: loss, divisor; forward: the model's."""
-    if kind == "train":
-        return replace(program, outputs=tuple(o for o in program.outputs if o.kind != "output"))
-    if kind == "forward":
-        return replace(program, outputs=tuple(o for o in program.outputs if o.kind == "output"))
-    outputs = [o for o in program.outputs if o.kind == "loss"]
-    divisor = _divisor(program, outputs[0].value) if outputs else None
-    if divisor is not None:
-        outputs.append(Output(divisor, "output", WEIGHT))
-    return replace(program, outputs=tuple(outputs))
-
-
-def _divisor(program: Program, loss: str) -> str | None:
-    """The tensor by which the last division of a canonical program divides its loss: a count of labels, say; no parameter's value.
-
-    Factors that are plain numbers don't matter.
-    """
-    producers = program.producers()
-    node = producers.get(loss)
-    passing = (
-        "aten._to_copy.default",
-        "aten.view.default",
-        "aten.squeeze.default",
-        "aten.mul.Tensor",
-        "aten.div.Tensor",
-        "aten.neg.default",
-    )
-    while node is not None and node.op in passing and len(node.refs()) == 1 and node.op != "aten.div.Tensor":
-        node = producers.get(node.refs()[0])
-    while node is not None and node.op == "aten.div.Tensor" and len(node.refs()) == 1 and node.refs()[0] in producers:
-        inner = producers[node.refs()[0]]
-        if inner.op != "aten.div.Tensor":
-            break
-        node = inner
-    if node is None or node.op != "aten.div.Tensor" or not isinstance(node.args[1], Ref) or program.types[node.args[1].name].shape != ():
-        return None
-    params, seen, left = {i.name for i in program.inputs_of("param")}, set(), [node.args[1].name]
-    while left:
-        name = left.pop()
-        if name in params:
-            return None
-        if name not in seen and name in producers:
-            left += producers[name].refs()
-        seen.add(name)
-    return node.args[1].name
-
-
-__all__ = ["Options", "Step", "compile_step", "cut_rows", "filled_plan", "find_dims"]
+__all__ = ["Step"]

@@ -28,13 +28,16 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": {"_torch"},
     "runtime": set(),
     # reports: everything but the surface
-    "inspect": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "step"},
+    "inspect": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "programs", "step"},
     # the order of the passes on one screen
     "compiler": {"rules", "cost", "plan", "passes", "codegen", "runtime.executor"},
     # the plain model run by one process, with the runtime's random numbers
     "reference": {"_torch", "capture", "passes", "runtime.random"},
     "compare": {"_torch", "capture", "compiler", "reference", "runtime", "plan", "rules"},
-    "step": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "inspect"},
+    # what ranks compare before they talk in tensors
+    "agree": {"runtime"},
+    "programs": {"_torch", "capture", "rules", "cost", "plan", "passes", "compiler"},
+    "step": {"agree", "programs", "capture", "plan", "codegen", "runtime", "compiler", "inspect"},
     "api": {"*"},
     "cli": {"*"},
     "": {"*"},

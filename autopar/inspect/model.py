@@ -18,8 +18,8 @@ from autopar.inspect import tables
 from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
+from autopar.programs import Options, compile_step, cut_rows, filled_plan
 from autopar.runtime import optimizer as opt
-from autopar.step import Options, compile_step, cut_rows, filled_plan
 
 Optimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 

@@ -18,9 +18,10 @@ from autopar.inspect import tables
 from autopar.inspect.model import Inspection, inspect_model, state_elements
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
+from autopar.programs import Options
 from autopar.runtime.comm import Comm, Record
 from autopar.runtime.sim import run_simulated
-from autopar.step import Options, Step
+from autopar.step import Step
 from models import gpt, llama
 from tests.procs.pool import Pool
 

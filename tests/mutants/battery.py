@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autopar.compare
 import autopar.compiler
-import autopar.step
+import autopar.programs
 from autopar.api import verify
 from autopar.errors import VerifyError
 from autopar.layout import reshard
@@ -43,7 +43,8 @@ SAMPLES = {"aten.view.default": ("f[0, 4], (0,)", "f[4, 0], (2, 0, 2)", "f[4, 6]
 OF_ROWS = ("autopar.layout", "autopar.rules", "autopar.runtime.ops")
 #: rooms that the choice of a layout doesn't go through: what it chooses is remembered.
 AFTER_PLAN = (
-    "autopar.passes.insert", "autopar.passes.buckets", "autopar.codegen", "autopar.runtime", "autopar.step", "autopar.layout.bucket",
+    "autopar.passes.insert", "autopar.passes.buckets", "autopar.codegen", "autopar.runtime", "autopar.step", "autopar.programs",
+    "autopar.layout.bucket",
 )  # fmt: skip
 
 _VERIFIER = (verifier.__file__, placements.__file__)
@@ -218,12 +219,12 @@ class Battery:
             def change(target: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(target, name, value))
 
-            capture, choose, compile_ = autopar.step.capture, autopar.compiler.choose, autopar.step.compile_program
-            change(autopar.step, "capture", lambda *a, **k: _kept(self._captured, case.name, lambda: capture(*a, **k)))
+            capture, choose, compile_ = autopar.programs.capture, autopar.compiler.choose, autopar.programs.compile_program
+            change(autopar.programs, "capture", lambda *a, **k: _kept(self._captured, case.name, lambda: capture(*a, **k)))
             if remember:
                 change(autopar.compiler, "choose", lambda *a, **k: _kept(self._chosen, case.name, lambda: choose(*a, **k)))
             if case.draw is not None:
-                change(autopar.step, "compile_program", partial(compile_, draw=random.Random(case.draw)))
+                change(autopar.programs, "compile_program", partial(compile_, draw=random.Random(case.draw)))
             change(autopar.compare, "first_difference", lambda *a: "")
             try:
                 report = verify(

@@ -54,7 +54,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "autopar.runtime.comm": ("Comm._cut", "Comm._reduce", "Comm._gather", "Comm.group", "Comm._run"),
     "autopar.runtime.sim": ("SimComm._begin", "SimComm._combine"),
     "autopar.runtime.optimizer": ("clip",),
-    "autopar.step": ("cut_rows",),
+    "autopar.programs": ("cut_rows",),
 }  # fmt: skip
 
 #: words that say what kind a thing is, and the kind that a fault makes of it.

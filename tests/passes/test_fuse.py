@@ -12,7 +12,7 @@ from autopar.capture.tree import take_batch
 from autopar.compiler import Compiled
 from autopar.ir.text import show_node
 from autopar.layout.mesh import Mesh
-from autopar.step import Options, compile_step
+from autopar.programs import Options, compile_step
 
 
 class Classifier(nn.Module):
