@@ -5,8 +5,9 @@ Tried on: torch 2.13.0. A name that moves in a later torch is mended here and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,19 +120,36 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def infer(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> tuple[TensorType | None, ...]:
+def infer(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[TensorType | None, ...]:
     """Types of the outputs of an op, in order; TensorTypes stand for tensors in the arguments. An output that is no tensor is None."""
+    pairs = tuple(sorted((kwargs or {}).items()))
+    kinds: list[type] = []
+    _kinds((args, pairs), kinds)
+    return _inferred(op, args, pairs, tuple(kinds), torch.get_default_dtype())
 
-    def stand_in(leaf: Any) -> Any:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if isinstance(leaf, TensorType) else leaf
+
+def _kinds(tree: Any, found: list[type]) -> None:
+    """The Python types of all leaves: 2, 2.0 and True are equal as arguments, and give other results."""
+    for t in tree:
+        if isinstance(t, tuple):
+            _kinds(t, found)
+        else:
+            found.append(type(t))
+
+
+@lru_cache(maxsize=65536)
+def _inferred(
+    op: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], kinds: tuple[type, ...], default: torch.dtype
+) -> tuple[TensorType | None, ...]:
+    """``infer``; equal layers ask the same. ``kinds`` and ``default``, torch's default dtype, are what equal arguments may differ in."""
 
     def build(tree: Any) -> Any:
         if isinstance(tree, (tuple, list)):
             return [build(t) for t in tree]
-        return stand_in(tree)
+        return torch.empty(tree.shape, dtype=tree.dtype, device="cpu") if isinstance(tree, TensorType) else tree
 
     with FakeTensorMode(), torch.no_grad():
-        result = op(*(build(a) for a in args), **{k: build(v) for k, v in (kwargs or {}).items()})
+        result = op(*(build(a) for a in args), **{k: build(v) for k, v in kwargs})
     results = result if isinstance(result, (tuple, list)) else (result,)
     return tuple(TensorType(r.dtype, tuple(map(int, r.shape))) if isinstance(r, torch.Tensor) else None for r in results)
 

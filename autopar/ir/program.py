@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -103,8 +104,14 @@ class Node:
 
     def refs(self) -> tuple[str, ...]:
         """Names of the tensors it reads, in argument order, repeats kept: the operands of its row."""
+        return self._refs
+
+    @cached_property
+    def _refs(self) -> tuple[str, ...]:
         found: list[str] = []
-        _collect((self.args, tuple(v for _, v in self.kwargs)), found)
+        _collect(self.args, found)
+        for _, value in self.kwargs:
+            _collect(value, found)
         return tuple(found)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
@@ -132,7 +139,26 @@ def _collect(tree: Any, found: list[str]) -> None:
         found.append(tree.name)
     elif isinstance(tree, (tuple, list)):
         for t in tree:
-            _collect(t, found)
+            if not isinstance(t, int):  # sizes: most of what there is
+                _collect(t, found)
+
+
+def signature(node: Node, types: Mapping[str, TensorType]) -> tuple[Any, ...]:
+    """What a node is but for its names and its place: nodes of equal layers have equal ones.
+
+    An operand is its type and the place of its first occurrence; 2, 2.0 and True, which are equal in Python, differ.
+    """
+    names: dict[str, int] = {}
+
+    def show(tree: Any) -> Any:
+        if isinstance(tree, tuple):
+            return tuple([show(t) for t in tree])
+        if isinstance(tree, Ref):
+            return names.setdefault(tree.name, len(names)), types[tree.name]
+        return type(tree), tree
+
+    outs = tuple([types[o] if o else None for o in node.outs])
+    return node.op, show(node.args), show(node.kwargs), outs, node.phase, node.region
 
 
 def map_refs(tree: Any, fn: Callable[[str], Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.errors import LayoutError
 
@@ -54,7 +55,7 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
 
@@ -65,11 +66,15 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         """The size of an axis; 1 where the mesh doesn't have it."""
-        return dict(self.axes).get(axis, 1)
+        return self._sizes.get(axis, 1)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     def count(self, axes: Iterable[str]) -> int:
         """The number of ranks along several axes together."""
-        return math.prod(self[a] for a in axes)
+        return math.prod([self[a] for a in axes])
 
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank along every axis."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -116,19 +115,17 @@ def _local_types(program: LocalProgram, node: Node) -> tuple[TensorType | None, 
     args = map_refs(node.args, program.types.__getitem__)
     kwargs = tuple((k, map_refs(v, program.types.__getitem__)) for k, v in node.kwargs)
     args, kwargs = _numbers(args), _numbers(kwargs)
-    return _infer(node.op, args, kwargs, repr((args, kwargs)))
+    return _infer(node.op, args, kwargs)
 
 
 def _numbers(tree: Any) -> Any:
     """Offsets as the number of the first rank: shapes don't depend on them."""
-    if isinstance(tree, Offset):
-        return 0
-    return tuple(_numbers(t) for t in tree) if isinstance(tree, tuple) else tree
+    if isinstance(tree, tuple):
+        return tuple(_numbers(t) for t in tree)
+    return 0 if isinstance(tree, Offset) else tree
 
 
-@lru_cache(maxsize=65536)
-def _infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], key: str) -> tuple[TensorType | None, ...]:
-    """``key`` tells 2, 2.0 and True apart, which are equal."""
+def _infer(op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorType | None, ...]:
     space, _, name = op.partition(".")
     if op == "autopar.accumulate":
         return (args[0],)

@@ -41,6 +41,7 @@ class _Inserter:
         self.converted: dict[tuple[str, Sharding, str], str] = {}
         self.taken = set(program.types)
         self.producer = program.producers()
+        self.param_of = {i.path: i.name for i in program.inputs_of("param")}
 
     def run(self) -> LocalProgram:
         for i in self.program.inputs:
@@ -95,7 +96,7 @@ class _Inserter:
         target = Sharding(have.dims)
         like: Sharding | None = None
         if output.kind == "grad":
-            like = self.layout.inputs[next(i.name for i in self.program.inputs_of("param") if i.path == output.path)]
+            like = self.layout.inputs[self.param_of[output.path]]
         if like is not None and like.dims != have.dims:
             raise VerifyError(f"the gradient of {output.path} has atoms {have.dims}, the parameter {like.dims}")
         for axis, placement in have.placements:
@@ -110,8 +111,7 @@ class _Inserter:
             for axis, placement in like.placements:
                 if have.on(axis) == REPLICATE:
                     target = target.with_placement(axis, placement, self.mesh)
-        producer = next((n for n in reversed(self.program.nodes) if output.value in n.outs), None)
-        at = producer or Node("", (), (), (), "forward", Where(output.path))
+        at = self.producer.get(output.value) or Node("", (), (), (), "forward", Where(output.path))
         return replace(output, value=self.want(output.value, target, at))
 
     def want(self, name: str, target: Sharding, at: Node) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import VerifyError
-from autopar.ir.program import Node, Program
+from autopar.ir.program import Node, Program, signature
 from autopar.layout.sharding import Sharding
 from autopar.rules.row import Row
 from autopar.rules.rule import Rules, refine
@@ -52,25 +52,26 @@ def _split(leaf: _Dim, sizes: list[int]) -> list[_Dim]:
 
 def _align(left: list[_Dim], right: list[_Dim]) -> bool:
     """Makes two sequences of leaves the same sequence, refining where needed. False where boundaries don't nest."""
-    sizes = refine([d.size for d in left], [d.size for d in right])
-    if sizes is None:
-        return False
-    flat: list[list[_Dim]] = []
-    for side in (left, right):
-        pieces, at = [], 0
-        for leaf in side:
-            own, product = [], 1
-            while product < leaf.size:
-                own.append(sizes[at])
-                product *= sizes[at]
-                at += 1
-            leaf = leaf.root()
-            now = [leaf] if len(own) <= 1 else _split(leaf, own) if leaf.parts is None else leaf.leaves()
-            pieces += now
-        flat.append(pieces)
-    left, right = ([leaf for piece in side for leaf in piece.leaves()] for side in flat)
-    if [d.size for d in left] != [d.size for d in right]:  # a leaf occurs twice and is cut for both
-        return _align(left, right)
+    if len(left) != len(right) or any(a.size != b.size for a, b in zip(left, right, strict=True)):
+        sizes = refine([d.size for d in left], [d.size for d in right])
+        if sizes is None:
+            return False
+        flat: list[list[_Dim]] = []
+        for side in (left, right):
+            pieces, at = [], 0
+            for leaf in side:
+                own, product = [], 1
+                while product < leaf.size:
+                    own.append(sizes[at])
+                    product *= sizes[at]
+                    at += 1
+                leaf = leaf.root()
+                now = [leaf] if len(own) <= 1 else _split(leaf, own) if leaf.parts is None else leaf.leaves()
+                pieces += now
+            flat.append(pieces)
+        left, right = ([leaf for piece in side for leaf in piece.leaves()] for side in flat)
+        if [d.size for d in left] != [d.size for d in right]:  # a leaf occurs twice and is cut for both
+            return _align(left, right)
     for a, b in zip(left, right, strict=True):
         a, b = a.root(), b.root()
         if a is not b:
@@ -122,11 +123,15 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
                 _align(a.leaves(), b.leaves())
 
     rows: dict[int, Row] = {}
+    bound: dict[tuple[object, ...], Row] = {}
     merges: list[tuple[int, Node]] = []
     matrices = {p: p for p in params}  # parameters, and what only moves their elements, to the parameter
     used: set[str] = set()
     for n, node in enumerate(program.nodes):
-        row = rows[n] = rules.bind(node, program.types)
+        key = signature(node, program.types)
+        if key not in bound:
+            bound[key] = rules.bind(node, program.types)
+        row = rows[n] = bound[key]
         refs = node.refs()
         if row.moves and len(refs) == 1 and refs[0] in matrices:
             matrices.update({o: matrices[refs[0]] for o in node.outs if o})
@@ -158,7 +163,14 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
                 rows[n] = _join_merged(rows[n], _terms(node, rows[n]), dims)
     _mark_stream([dims[name] for name in used])
     out_dims = {name: tuple(tuple(x.size for x in d.leaves()) if d is not None else () for d in ds) for name, ds in dims.items()}
-    marks = {name: tuple(frozenset(x.root().marks) for d in ds if d is not None for x in d.leaves()) for name, ds in dims.items()}
+    marked: dict[_Dim, frozenset[str]] = {}  # equal values share what they say
+    marks = {
+        name: tuple(
+            marked[root] if (root := x.root()) in marked else marked.setdefault(root, frozenset(root.marks))
+            for d in ds if d is not None for x in d.leaves()
+        )
+        for name, ds in dims.items()
+    }  # fmt: skip
     samples = {}
     for i in program.inputs_of("batch"):
         dim = batch_dims.get(i.name)
@@ -200,9 +212,9 @@ def _join_simple(row: Row, terms: Iterable[tuple[str, tuple[tuple[str, ...], ...
             if len(factors) > 1:
                 merged = True
             elif factors and found is not None:
-                if factors[0] in first and not _align(first[factors[0]].leaves(), found.leaves()):
+                known = first.setdefault(factors[0], found)
+                if known is not found and not _align(known.leaves(), found.leaves()):
                     raise VerifyError(f"factor {factors[0]} of row {row} has dims that can't be one")
-                first.setdefault(factors[0], found)
     return merged
 
 
