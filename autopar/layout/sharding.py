@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from autopar.errors import LayoutError
@@ -77,8 +78,7 @@ class Sharding:
 
     def with_placement(self, axis: str, placement: Placement, mesh: Mesh) -> Sharding:
         """The same sharding with one axis changed."""
-        table = {**dict(self.placements), axis: placement}
-        return Sharding(self.dims, tuple((a, table[a]) for a in mesh.names if table.get(a, REPLICATE) != REPLICATE))
+        return _changed(self, axis, placement, mesh)
 
     def axes_of(self, atom: int) -> tuple[str, ...]:
         """The axes that shard an atom, outermost first."""
@@ -90,22 +90,15 @@ class Sharding:
 
     def local_atoms(self, mesh: Mesh) -> tuple[int, ...]:
         """Sizes of the atoms of one rank's piece. Raises LayoutError where an axis doesn't divide an atom."""
-        out = []
-        for i, size in enumerate(self.atoms):
-            ways = mesh.count(self.axes_of(i))
-            if size % ways:
-                raise LayoutError(f"{ways} ranks ({', '.join(self.axes_of(i))}) don't divide an atom of {size} in {self}")
-            out.append(size // ways)
-        return tuple(out)
+        return _local_atoms(self, mesh)
 
     def local_dims(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """Local atoms, grouped by dim."""
-        sizes = iter(self.local_atoms(mesh))
-        return tuple(tuple(next(sizes) for _ in dim) for dim in self.dims)
+        return _local_dims(self, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one rank's piece."""
-        return tuple(math.prod(dim) for dim in self.local_dims(mesh))
+        return _local_shape(self, mesh)
 
     def starts(self, mesh: Mesh, coords: dict[str, int]) -> tuple[int, ...]:
         """Where a rank's piece starts in every atom."""
@@ -154,6 +147,43 @@ class Sharding:
             combine, _, axis = item.partition(":")
             placements.append((axis, partial(combine)))
         return Sharding(tuple(dims), tuple(placements))
+
+
+# Few shardings are different, and all passes ask for the same figures of them: equal ones are made and measured once.
+
+
+@lru_cache(maxsize=65536)
+def _changed(sharding: Sharding, axis: str, placement: Placement, mesh: Mesh) -> Sharding:
+    table = {**dict(sharding.placements), axis: placement}
+    return Sharding(sharding.dims, tuple((a, table[a]) for a in mesh.names if table.get(a, REPLICATE) != REPLICATE))
+
+
+@lru_cache(maxsize=65536)
+def _local_atoms(sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
+    out = []
+    for i, size in enumerate(sharding.atoms):
+        ways = mesh.count(sharding.axes_of(i))
+        if size % ways:
+            raise LayoutError(f"{ways} ranks ({', '.join(sharding.axes_of(i))}) don't divide an atom of {size} in {sharding}")
+        out.append(size // ways)
+    return tuple(out)
+
+
+@lru_cache(maxsize=65536)
+def _local_dims(sharding: Sharding, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    sizes = iter(_local_atoms(sharding, mesh))
+    return tuple(tuple(next(sizes) for _ in dim) for dim in sharding.dims)
+
+
+@lru_cache(maxsize=65536)
+def _local_shape(sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(math.prod(dim) for dim in _local_dims(sharding, mesh))
+
+
+@lru_cache(maxsize=65536)
+def uncut(dims: tuple[tuple[int, ...], ...]) -> Sharding:
+    """The sharding of a tensor of these atoms that every rank holds whole."""
+    return Sharding(dims)
 
 
 def whole(shape: tuple[int, ...]) -> Sharding:

@@ -160,25 +160,24 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     source: dict[str, tuple[int | str, int]] = {i.name: (i.name, 0) for i in program.inputs}
     for n, node in enumerate(program.nodes):
         source.update({o: (n, k) for k, o in enumerate(node.outs) if o})
-    params = {i.name for i in program.inputs_of("param")}
+    fixed = {i.name for i in program.inputs_of("param")} - problem.loose
     param_of_path = {i.path: i.name for i in program.inputs_of("param")}
 
     # (producer group, output, consumer, operand) -> how many such edges, and the local bytes of the value
     counts: dict[tuple[int, int, int, int | str], int] = defaultdict(int)
     objects: dict[int, _Group] = {}
-    shape: dict[tuple[int, int], tuple[int, int, bool]] = {}
+    shape: dict[tuple[int, int], tuple[int, int]] = {}
+    is_fixed: dict[tuple[int, int], bool] = {}
 
     def add(value: str, consumer: _Group, operand: int | str, turns: int = 1) -> None:
         member, out = source[value]
         producer = group_of[member]
         objects[id(producer)], objects[id(consumer)] = producer, consumer
         counts[id(producer), out, id(consumer), operand] += turns
-        sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
-        shape[id(producer), out] = (
-            math.prod(sharding.local_shape(problem.mesh)),
-            program.types[value].dtype.itemsize,
-            value in params - problem.loose,
-        )
+        if (id(producer), out) not in shape:  # members of a group are equal
+            sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
+            shape[id(producer), out] = math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize
+        is_fixed[id(producer), out] = value in fixed
 
     for n, node in enumerate(program.nodes):
         for k, name in enumerate(node.refs()):
@@ -193,7 +192,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     shared: dict[tuple[object, ...], int] = {}
     for (p_id, out, c_id, operand), count in counts.items():
         producer, consumer = objects[p_id], objects[c_id]
-        numel, itemsize, is_param = shape[p_id, out]
+        numel, itemsize = shape[p_id, out]
         if consumer is _ANY:
             continue
         if consumer is _SINK:
@@ -208,7 +207,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
             row = [(c, -1.0) for c in have_columns]
             for want, _ in needs:
                 kind = "keep" if have == want else step_kind(have, want)
-                if kind is None or (is_param and problem.fixed_params and kind not in ("keep", "slice")):
+                if kind is None or (is_fixed[p_id, out] and problem.fixed_params and kind not in ("keep", "slice")):
                     continue
                 flow = model.real()
                 row.append((flow, 1.0))

@@ -95,6 +95,7 @@ class _Roles:
     device: Device
     params: Mapping[str, str]
     batch: set[str]
+    kinds: Mapping[str, str]
 
     def may_shard(self, value: str, atom: int) -> bool:
         """Whether this axis may shard an atom of a value.
@@ -138,7 +139,7 @@ class _Roles:
         return split or kept
 
     def input_choices(self, name: str) -> list[Placement]:
-        kind = next(i.kind for i in self.program.inputs if i.name == name)
+        kind = self.kinds[name]
         if self.axis == "dp":
             return [sample_placement(self.program, self.atoms, name, self.mesh["dp"])] if kind == "batch" else [REPLICATE]
         if kind != "param":
@@ -197,7 +198,7 @@ def choose(
     """
     layout = replicated(program, atoms)
     pin_placements(program, atoms, pins or {}, "tp", 1)  # pins are checked on every mesh
-    params, batch = from_params(program, rules), from_batch(program)
+    params, batch, kinds = from_params(program, rules), from_batch(program), {i.name: i.kind for i in program.inputs}
     seconds = {}
     for axis, size in mesh.axes:
         if size == 1:
@@ -205,7 +206,7 @@ def choose(
         if axis not in ("dp", "tp"):
             raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp and tp")
         pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
-        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch)
+        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds)
         problem = Problem(
             program,
             atoms,

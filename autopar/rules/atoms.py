@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import VerifyError
 from autopar.ir.program import Node, Program, signature
-from autopar.layout.sharding import Sharding
+from autopar.layout.sharding import Sharding, uncut
 from autopar.rules.row import Row
 from autopar.rules.rule import Rules, refine
 
@@ -95,7 +95,7 @@ class Atoms:
 
     def replicated(self, value: str) -> Sharding:
         """The sharding of a value that every rank holds whole."""
-        return Sharding(self.dims[value])
+        return uncut(self.dims[value])
 
 
 def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None], microbatches: int = 1) -> Atoms:

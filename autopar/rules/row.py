@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.errors import RuleError
 
@@ -80,6 +81,10 @@ class Row:
         return replace(self, inputs=inputs, outputs=outputs, sizes=sizes, kinds=kinds, soft=False)
 
     def __str__(self) -> str:
+        return self._shown
+
+    @cached_property
+    def _shown(self) -> str:
         def show(dims: Dims) -> str:
             return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
 
