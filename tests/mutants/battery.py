@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import autopar.compare
 import autopar.compiler
 import autopar.programs
+from autopar import _torch
 from autopar.api import verify
 from autopar.errors import VerifyError
-from autopar.layout import reshard
+from autopar.layout import reshard, sharding
 from autopar.layout.mesh import Mesh
 from autopar.passes import check as verifier
 from autopar.passes import check_placements as placements
@@ -185,9 +186,12 @@ class Battery:
 
     def judge(self, module: str) -> Verdict:
         """Who notices a fault that was planted in a module. For a process of its own."""
-        reshard._search.cache_clear()  # noqa: SLF001
+        for made in (sharding, reshard):
+            for function in vars(made).values():
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
         if module.startswith(("autopar.runtime.ops", "autopar.runtime.random")):
-            verifier._infer.cache_clear()  # noqa: SLF001
+            _torch._inferred.cache_clear()  # noqa: SLF001
         of_rows = module.startswith(OF_ROWS)
         if of_rows and (verdict := self.rows(ROWS)).by:
             return verdict

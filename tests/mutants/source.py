@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,8 +24,8 @@ from typing import Any
 TARGETS: dict[str, tuple[str, ...]] = {
     "autopar.layout.mesh": ("Mesh.count", "Mesh.coords", "Mesh.rank", "Mesh.index", "Mesh.group"),
     "autopar.layout.sharding": (
-        "Sharding.on", "Sharding.with_placement", "Sharding.axes_of", "Sharding.partial_axes", "Sharding.local_atoms",
-        "Sharding.local_dims", "Sharding.local_shape", "Sharding.starts",
+        "Sharding.on", "_changed", "Sharding.axes_of", "Sharding.partial_axes", "_local_atoms", "_local_dims", "_local_shape",
+        "Sharding.starts",
     ),
     "autopar.layout.reshard": ("step_kind", "_steps", "_search"),
     "autopar.layout.bucket": ("*",),
@@ -114,6 +114,8 @@ def find(module: str, name: str) -> FunctionType:
         at = at.__func__
     if isinstance(at, property):
         at = at.fget
+    if isinstance(at, cached_property):
+        at = at.func
     at = inspect.unwrap(at)
     assert isinstance(at, FunctionType), f"{module}.{name} is {at}"
     return at

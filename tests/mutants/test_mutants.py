@@ -12,7 +12,7 @@ FAULTS = {
     "runtime.ops _inside: index - start → index + start": "row check",
     "layout.sharding Sharding.starts: index * local → index // local": "",
     "layout.reshard step_kind: 'reduce_scatter' → 'all_reduce'": "verifier",
-    "passes.insert_collectives _Inserter.output: i.path == output.path → i.path != output.path": "",
+    "passes.insert_collectives _Inserter.output: have.on(axis) == REPLICATE → have.on(axis) != REPLICATE": "",
     "passes.insert_collectives _Inserter.output: REPLICATE → PARTIAL_SUM (number 2)": "",
     "passes.buckets make_buckets: members[-1].offset + members[-1].numel → members[-1].offset - members[-1].numel": "verifier",
     "passes.buckets bucketize: if axis in bucket.partial: continue → dropped": "",
