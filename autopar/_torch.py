@@ -43,8 +43,8 @@ __all__ = [
     "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput",
     "PlainAOTOutput", "ReplaceMode", "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves",
-    "annotate", "compiling", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random", "is_wrapped", "no_mkldnn",
-    "resolve", "takes_dtype", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
+    "annotate", "argument_position", "compiling", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random", "is_wrapped",
+    "no_mkldnn", "resolve", "takes_dtype", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
 ]  # fmt: skip
 
 TreeSpec = pytree.TreeSpec
@@ -107,6 +107,11 @@ def is_random(op: Any) -> bool:
 def takes_dtype(op: OpOverload) -> bool:
     """Whether an op has an argument that says the type of its result."""
     return any(argument.name == "dtype" for argument in op._schema.arguments)
+
+
+def argument_position(op: OpOverload, name: str) -> int | None:
+    """Where an argument stands in an op's signature; None where it has none of that name."""
+    return next((k for k, argument in enumerate(op._schema.arguments) if argument.name == name), None)
 
 
 def fake_mode() -> FakeTensorMode:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.capture.source import place_of_error
@@ -221,6 +221,29 @@ class Constants:
                     self.add(tensor)
                 else:
                     self.held.pop(id(tensor), None)
+
+
+class CountRandom(_torch.ReplaceMode):
+    """Counts the random ops that run in here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.count += _torch.is_random(func)
+        return func(*args, **(kwargs or {}))
+
+
+def check_random(graph: fx.GraphModule, drawn: int) -> None:
+    """Every random op that eager runs is in the graph: torch's decompositions may lose one."""
+    traced = sum(_torch.is_random(n.target) and n.meta.get("partitioner_tag") != "is_backward" for n in graph.graph.nodes)
+    if traced < drawn:
+        raise UnsupportedError(
+            f"The model runs {drawn} random ops in its forward, of which {traced} were traced",
+            why="torch's tracing of some layer loses them",
+            hint="use plain ops (F.dropout, torch.rand) in place of that layer's own dropout",
+        )  # fmt: skip
 
 
 def left_behind(before: Attributes, constants: Constants) -> dict[int, tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import annotate
+from autopar.capture.recurrent import LAYERED
 from autopar.ir.program import Where
 
 #: the key of our annotation in ``node.meta["custom"]``.
@@ -132,6 +133,7 @@ class SourceMode(TorchFunctionMode):
             self.before((args, kwargs), where)
         if func in _MOVES:
             func = Tensor.cpu
+        func = LAYERED.get(func, func)
         with annotate({KEY: (where.module, where.file, where.line, where.code)}):
             result = func(*args, **kwargs)
         if self.after is not None:

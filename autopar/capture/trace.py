@@ -53,6 +53,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bo
         values=state.values, has_loss=second.has_loss,
     )  # fmt: skip
     program = builder.build()
+    refuse.check_random(graph, first.drawn)
     if grads:
         refuse.check_reached(program, reached)
     refuse.check_attributes(program, second.rewritten)
@@ -148,6 +149,8 @@ class _Run:
     constants: refuse.Constants | None = None
     left: Mapping[int, tuple[str, Tensor]] = field(default_factory=dict)
     before: refuse.Attributes | None = None
+    #: how many random ops the forward ran.
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         self.mode = _torch.fake_mode()
@@ -251,9 +254,10 @@ class _Run:
             for buffer in vars(module)["_buffers"].values():
                 if buffer is not None:
                     self.constants.add(buffer)
-        with self.mode:
+        with self.mode, refuse.CountRandom() as counted:
             # Leaves of its own: a batch that the model keeps a reference to isn't read again by reading the next one.
             results = step(*(_torch.fake_like(self.mode, t) for t in self.tensors))
+        self.drawn = counted.count
         if not self.grads:
             return frozenset()
         if not results[0].requires_grad:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import infer, resolve
+from autopar._torch import argument_position, infer, is_random, resolve
 from autopar.errors import UnsupportedError
 from autopar.ir.builder import Builder
 from autopar.ir.program import Input, Node, Program, Ref, TensorType
@@ -46,7 +46,7 @@ def canonicalize(program: Program) -> Program:
         elif node.op in REWRITES:
             results = REWRITES[node.op](builder, node)
         else:
-            if node.op in REPLACEMENTS:
+            if node.op in REPLACEMENTS or _draws(node):
                 raise UnsupportedError(
                     f"the random op {node.op} can't be split over ranks", where=str(node.where),
                     why="autopar has no form of it that depends on the global element index alone",
@@ -66,6 +66,14 @@ def canonicalize(program: Program) -> Program:
         builder.types[KEY] = TensorType(torch.int64, (2,))
     outputs = tuple(replace(o, value=builder.env.get(o.value, o.value)) for o in program.outputs)
     return prune(replace(program, inputs=inputs, nodes=tuple(builder.nodes), outputs=outputs, types=builder.types))
+
+
+def _draws(node: Node) -> bool:
+    """Whether an op of torch draws random numbers: fused attention does so where it has dropout."""
+    if not node.op.startswith("aten.") or not is_random(resolve(node.op)):
+        return False
+    position = argument_position(resolve(node.op), "dropout_p")
+    return position is None or bool(node.arg(position, "dropout_p", 0.0))
 
 
 def prune(program: Program) -> Program:
@@ -157,6 +165,72 @@ def _var(b: Builder, n: Node) -> Any:
     if n.op == "aten.var.correction":
         return var
     return var, mean if keep else b.call("aten.squeeze.dims", mean, dims)
+
+
+def _wide(b: Builder, x: Ref) -> Ref:
+    """A tensor in the type in which torch sums it: float32 for the half types."""
+    narrow = b.type(x).dtype in (torch.float16, torch.bfloat16)
+    return b.call("aten._to_copy.default", x, dtype=torch.float32) if narrow else x
+
+
+def _cast(b: Builder, x: Ref, dtype: torch.dtype) -> Ref:
+    return x if b.type(x).dtype == dtype else b.call("aten._to_copy.default", x, dtype=dtype)
+
+
+def _per_channel(b: Builder, x: Ref) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    """(the dims that batch norm reduces, their elements, the shape in which a vector over channels broadcasts)."""
+    shape = b.type(x).shape
+    dims = tuple(d for d in range(len(shape)) if d != 1)
+    return dims, math.prod(shape[d] for d in dims), tuple(s if d == 1 else 1 for d, s in enumerate(shape))
+
+
+def _batch_norm(b: Builder, n: Node) -> Any:
+    """With the batch's own statistics: two sums over the samples (the second of centred squares), so that pieces of a batch add up."""
+    x, weight, bias = n.args[:3]
+    train, momentum, eps = n.args[-3:]
+    dims, count, vector = _per_channel(b, x)
+    if not train or not count:
+        return None
+    wide = _wide(b, x)
+    mean = b.call("aten.div.Tensor", b.call("aten.sum.dim_IntList", wide, dims), count)
+    centred = b.call("aten.sub.Tensor", wide, b.call("aten.view.default", mean, vector))
+    squares = b.call("aten.sum.dim_IntList", b.call("aten.mul.Tensor", centred, centred), dims)
+    var = b.call("aten.div.Tensor", squares, count)
+    none = TensorType(b.type(mean).dtype, (0,))
+    given = "aten._native_batch_norm_legit_no_training.default"
+    affine = (None if v is None else _wide(b, v) for v in (weight, bias))
+    y = b.call(given, wide, *affine, mean, var, momentum, eps, types=(b.type(wide), none, none))[0]
+    out = [_cast(b, y, b.type(x).dtype), mean, b.call("aten.rsqrt.default", b.call("aten.add.Tensor", var, eps))]
+    if len(n.outs) == 5:  # the running statistics, the variance of which is unbiased
+        unbiased = b.call("aten.div.Tensor", squares, max(count - 1, 1))
+        for old, new in zip(n.args[3:5], (mean, unbiased), strict=True):
+            step = _cast(b, b.call("aten.mul.Tensor", new, momentum), b.type(old).dtype)
+            out.append(b.call("aten.add.Tensor", b.call("aten.mul.Tensor", old, 1 - momentum), step))
+    return tuple(out)
+
+
+def _batch_norm_backward(b: Builder, n: Node) -> Any:
+    """With the batch's own statistics; those of the forward are at hand, so two sums are left."""
+    grad, x, weight, _, _, mean, rstd, train, _, _ = n.args
+    dims, count, vector = _per_channel(b, x)
+    if not train or not count:
+        return None
+
+    def over(v: Ref) -> Ref:
+        return b.call("aten.view.default", v, vector)
+
+    total = b.call("aten.sum.dim_IntList", _wide(b, grad), dims)
+    centred = b.call("aten.sub.Tensor", _wide(b, x), over(mean))
+    product = b.call("aten.mul.Tensor", b.call("aten.sum.dim_IntList", b.call("aten.mul.Tensor", _wide(b, grad), centred), dims), rstd)
+    grad_x = None
+    if n.outs[0]:
+        scale = b.call("aten.mul.Tensor", rstd, weight) if weight is not None else rstd
+        slope = b.call("aten.div.Tensor", b.call("aten.mul.Tensor", product, rstd), count)
+        rest = b.call("aten.sub.Tensor", _wide(b, grad), over(b.call("aten.div.Tensor", total, count)))
+        rest = b.call("aten.sub.Tensor", rest, b.call("aten.mul.Tensor", centred, over(slope)))
+        grad_x = _cast(b, b.call("aten.mul.Tensor", rest, over(scale)), b.type(x).dtype)
+    kind = b.type(weight if weight is not None else mean).dtype
+    return grad_x, _cast(b, product, kind), _cast(b, total, kind)
 
 
 def _log_softmax(b: Builder, n: Node) -> Any:
@@ -291,6 +365,16 @@ def _loss_backward_of(position: int) -> Rewrite:
     return rewrite
 
 
+def _new(name: str) -> Rewrite:
+    """``new_*``: the tensor that it is asked of gives the type alone, so that nothing else of it is needed."""
+
+    def rewrite(b: Builder, n: Node) -> Any:
+        dtype = dict(n.kwargs).get("dtype") or b.type(n.args[0]).dtype
+        return b.call(name, *n.args[1:], dtype=dtype)
+
+    return rewrite
+
+
 #: ops that make a tensor of numbers alone, in the default dtype unless told otherwise.
 CREATION = frozenset(
     f"aten.{name}"
@@ -314,6 +398,9 @@ REWRITES: dict[str, Rewrite] = {
     "aten.baddbmm.default": _addmm,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split,
+    "aten.unsafe_chunk.default": _chunk,
     "aten.chunk.default": _chunk,
     "aten.unbind.int": _unbind,
     "aten.stack.default": _stack,
@@ -321,6 +408,9 @@ REWRITES: dict[str, Rewrite] = {
     "aten.mean.dim": _mean,
     "aten.var.correction": _var,
     "aten.var_mean.correction": _var,
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten._native_batch_norm_legit.no_stats": _batch_norm,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten._log_softmax.default": _log_softmax,
     "aten._log_softmax_backward_data.default": _log_softmax_backward,
     "aten.nll_loss_forward.default": _nll,
@@ -340,6 +430,10 @@ REWRITES: dict[str, Rewrite] = {
     "aten.binary_cross_entropy_backward.default": _loss_backward_of(4),
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten.native_dropout_backward.default": _dropout_backward,
+    "aten.new_zeros.default": _new("aten.zeros.default"),
+    "aten.new_ones.default": _new("aten.ones.default"),
+    "aten.new_full.default": _new("aten.full.default"),
+    "aten.new_empty.default": _new("aten.empty.memory_format"),
 }
 
 

@@ -157,6 +157,7 @@ RULES = (
     Rule("aten.topk.default", _topk, samples=("f[4, 6], 2", "f[4, 6], 2, 0")),
     Rule("aten.histc.default", _histogram, samples=("f[4, 6], 4, -1, 1", "f[12], 4")),
     Rule("aten.sort.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1", "f[4, 6]")),
+    Rule("aten.sort.stable", whole_dims(dim_at(2)), samples=("i3[4, 6], stable=True", "f[4, 6], stable=True, dim=0, descending=True")),
     Rule("aten._softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1, False", "f[4, 6], 0, False")),
     Rule("aten._log_softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1, False",)),
     Rule("aten._safe_softmax.default", whole_dims(dim_at(1)), samples=("f[4, 6], -1",)),

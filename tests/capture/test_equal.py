@@ -336,3 +336,48 @@ def test_hugging_face_with_dropout() -> None:
     toys.well_formed(program)
     drops = [n.where.module for n in program.nodes if n.op == "aten.native_dropout.default"]
     assert drops == ["transformer.drop"] + [f"transformer.h.{i}.{m}" for i in (0, 1) for m in ("attn", "attn.resid_dropout", "mlp.dropout")]
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers_keep_their_dropout(layer: type[nn.RNNBase], bidirectional: bool) -> None:
+    """Torch's own tracing of several layers forgets it."""
+    model = layer(4, 8, num_layers=3, dropout=0.4, bidirectional=bidirectional, batch_first=True)
+    program = capture(model, torch.ones(2, 5, 4), loss=lambda o, b: o[0].mean())
+    masks = [n for n in program.nodes if n.op == "aten.native_dropout.default"]
+    wide = 8 * (2 if bidirectional else 1)
+    assert [program.types[n.refs()[0]].shape for n in masks] == [(5, 2, wide)] * 2
+    assert not any("dropout" in n.op for n in capture(model, torch.ones(2, 5, 4), loss=lambda o, b: o[0].mean(), train=False).nodes)
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "RNN", "LSTM proj"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_recurrent_layers_with_dropout_equal_torchs(layer: str, batch_first: bool) -> None:
+    """With masks of ones: in eval mode torch runs its own layers, in train mode these are split."""
+    made = getattr(nn, layer.split()[0])
+    options: dict[str, Any] = {"proj_size": 3} if "proj" in layer else {}
+    model = made(4, 8, num_layers=2, dropout=1e-300, bidirectional=True, batch_first=batch_first, **options).double()
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        y, last = output
+        return y.pow(3).sum() + sum((k + 2) * t.pow(3).sum() for k, t in enumerate(last if isinstance(last, tuple) else (last,)))
+
+    x = normal(3, 5, 4)
+    program = capture(model, x, loss=loss)
+    ones = {"aten.native_dropout.default": lambda x, p, train: (x, torch.ones_like(x, dtype=torch.bool))}
+    results = run(program, values_of(program, model, x), ones)
+    want = loss(model.eval()(x), x)
+    want.backward()
+    toys.assert_close(results["loss"], want.detach(), "loss")
+    for name, parameter in model.named_parameters():
+        toys.assert_close(results[f"grad {name}"], parameter.grad, name)
+
+
+def test_a_random_op_that_tracing_loses_is_refused() -> None:
+    from autopar.capture.refuse import check_random
+    from autopar.errors import UnsupportedError
+
+    graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    check_random(graph, 0)
+    with pytest.raises(UnsupportedError, match="runs 2 random ops in its forward, of which 0 were traced"):
+        check_random(graph, 2)

@@ -14,9 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.api import verify
 from autopar.compare import Report
+from autopar.errors import PlanError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
-from models import gpt, llama, mlp, vit
+from models import encdec, gpt, llama, lstm, mlp, moe, resnet, unet, vit
 
 #: rows of a global batch: every mesh here and two microbatches divide it.
 ROWS = 8
@@ -25,13 +26,17 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Model:
-    """``build(dropout)`` → module, ``batch(generator)`` → global batch; ``dropout``: whether the model has any."""
+    """``build(dropout)`` → module, ``batch(generator)`` → global batch.
+
+    ``dropout``: whether the model has any; ``divides``: whether it may be split into microbatches (its loss is a sum over samples).
+    """
 
     name: str
     build: Callable[[float], nn.Module]
     batch: Callable[[torch.Generator], Any]
     loss: Callable[[Any, Any], Tensor] | None = None
     dropout: bool = True
+    divides: bool = True
 
 
 def _text(generator: torch.Generator, vocab: int, sequence: int = 8) -> dict[str, Tensor]:
@@ -67,11 +72,26 @@ def _hf_llama(attention: str) -> Model:
     return Model(f"HF Llama {attention}", build, lambda g: _text(g, 96))
 
 
+def _recurrent(kind: str) -> Model:
+    return Model(kind, lambda p: lstm.build(dropout=p, kind=kind, sequence=4), lambda g: lstm.batch(ROWS, g, sequence=4))
+
+
+def _moe(dispatch: str) -> Model:
+    """The share of every expert is taken over the whole batch."""
+    return Model(f"moe {dispatch}", lambda p: moe.build(dropout=p, dispatch=dispatch), lambda g: moe.batch(ROWS, g), divides=False)
+
+
 MODELS = (
     Model("gpt", lambda p: gpt.build(dropout=p), lambda g: gpt.batch(ROWS, g)),
     Model("llama", lambda p: llama.build(), lambda g: llama.batch(ROWS, g), dropout=False),
     Model("mlp", lambda p: mlp.build(), lambda g: mlp.batch(ROWS, g), loss=mlp.loss, dropout=False),
     Model("vit", lambda p: vit.build(dropout=p), lambda g: vit.batch(ROWS, g)),
+    Model("encdec", lambda p: encdec.build(dropout=p), lambda g: encdec.batch(ROWS, g)),
+    Model("unet", lambda p: unet.build(dropout=p), lambda g: unet.batch(ROWS, g)),
+    Model("unet bilinear", lambda p: unet.build(dropout=p, upsample="bilinear"), lambda g: unet.batch(ROWS, g)),
+    *(_recurrent(kind) for kind in ("lstm", "lstm cells", "gru")),
+    Model("resnet", lambda p: resnet.build(), lambda g: resnet.batch(ROWS, g), dropout=False, divides=False),
+    *(_moe(dispatch) for dispatch in ("dense", "sorted")),
     *(_gpt2(a) for a in ("sdpa", "eager")),
     *(_hf_llama(a) for a in ("sdpa", "eager")),
 )  # fmt: skip
@@ -107,6 +127,20 @@ class Case:
             torch.manual_seed(0)
             model = self.model.build(VARIANTS[self.variant][1])
         return model.train(), self.model.batch(torch.Generator().manual_seed(1))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the plan can't be kept exact for this model, which must be said when compiling."""
+        return not self.model.divides and (VARIANTS[self.variant][0].microbatches or 1) > 1
+
+    def refusal(self) -> str:
+        """The error of a refused case. Raises AssertionError where it isn't refused."""
+        try:
+            self.verify()
+        except PlanError as error:
+            assert "can't be split into microbatches" in error.what and error.why, error
+            return str(error)
+        raise AssertionError(f"{self} is not refused")
 
     def verify(self, **options: Any) -> Report:
         """All ranks simulated, against the plain model."""

@@ -20,8 +20,23 @@ OPTIONS = [
     ("llama", {}),
     ("llama", {"fused_gate_up": True, "native_gqa": True, "outputs": "dict"}),
     ("llama", {"kv_heads": 8}),
+    ("encdec", {}),
+    ("encdec", {"dropout": 0.1, "source": 6, "decoder": 1}),
+    ("lstm", {}),
+    ("lstm", {"kind": "gru", "dropout": 0.1}),
+    ("lstm", {"kind": "rnn"}),
+    ("lstm", {"kind": "lstm cells"}),
+    ("lstm", {"kind": "gru cells", "layers": 1}),
+    ("moe", {}),
+    ("moe", {"dispatch": "sorted", "dropout": 0.1}),
+    ("moe", {"chosen": 1, "experts": 8}),
     ("mlp", {}),
     ("mlp", {"bias": False}),
+    ("resnet", {}),
+    ("resnet", {"stem": 7, "pool": True, "stages": (2, 1)}),
+    ("unet", {}),
+    ("unet", {"upsample": "nearest", "levels": 1, "dropout": 0.1}),
+    ("unet", {"upsample": "bilinear"}),
     ("vit", {}),
     ("vit", {"dropout": 0.1, "height": 8, "width": 8}),
 ]
@@ -98,11 +113,11 @@ def test_presets_build_on_meta(name: str) -> None:
             assert all(parameter.is_meta for parameter in file.build(preset).parameters())
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["encdec", "gpt", "llama", "lstm", "moe"])
 def test_rows_have_unequal_label_counts(name: str) -> None:
     file = load(name)
     batch = file.batch(8, torch.Generator().manual_seed(0))
-    ids, labels = batch.values() if isinstance(batch, dict) else batch
+    *_, ids, labels = batch.values() if isinstance(batch, dict) else batch
     counts = (labels != file.IGNORE).sum(1)
     assert counts.min() >= 1 and len(set(counts.tolist())) > 3
     assert torch.where(labels[:, :-1] == file.IGNORE, ids[:, 1:], labels[:, :-1]).equal(ids[:, 1:])
@@ -130,3 +145,23 @@ def test_fused_and_native_llama_compute_the_same() -> None:
     other.load_state_dict(state)
     batch = file.batch(2, torch.Generator().manual_seed(0))
     torch.testing.assert_close(plain(**batch), other(**batch), rtol=1e-12, atol=0)
+
+
+def test_sorted_and_dense_experts_compute_the_same() -> None:
+    file = load("moe")
+    torch.manual_seed(0)
+    plain, other = file.build().double(), file.build(dispatch="sorted").double()
+    other.load_state_dict(plain.state_dict())
+    batch = file.batch(4, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(plain(*batch), other(*batch), rtol=1e-12, atol=0)
+    torch.testing.assert_close(plain.bfloat16()(*batch), other.bfloat16()(*batch), rtol=1e-2, atol=0)
+
+
+def test_padding_of_a_source_is_not_looked_at() -> None:
+    file = load("encdec")
+    torch.manual_seed(0)
+    model = file.build().double()
+    batch = file.batch(4, torch.Generator().manual_seed(0))
+    other = batch["source"].where(batch["kept"], 0)
+    assert not torch.equal(other, batch["source"])
+    torch.testing.assert_close(model(**batch), model(**{**batch, "source": other}), rtol=1e-12, atol=0)
