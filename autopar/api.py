@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def parallelize(
     seed: int = 0,
     backend: str = "eager",
     rules: Iterable[Rule] = (),
+    progress: bool = True,
 ) -> Step:
     """Turns the training step of a plain model into the program of this rank on a mesh.
 
@@ -60,12 +62,14 @@ def parallelize(
         seed: of random ops (dropout and the like).
         backend: ``"eager"`` or ``"inductor"`` (compiles the segments; needs a C++ compiler on CPU).
         rules: rows for ops that autopar doesn't know (``autopar.rule``).
+        progress: compiling that takes more than two seconds says on rank 0's stderr what it does; False is quiet.
 
     Raises:
         AutoparError: the kinds in ``autopar.errors``; the same text on every rank.
     """
     mesh = as_mesh(mesh)
     options = make_options(loss, optimizer, plan, precision, batch_dim, init, clip_grad_norm, seed, backend, rules)
+    options = replace(options, progress=progress)
     check_mesh(mesh)
     joined = join(mesh if mesh.size > 1 else None)
     step = Step(model, mesh, DistComm(mesh, device=mesh.device or joined.device), options)

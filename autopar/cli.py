@@ -301,7 +301,7 @@ def _inspection(a: argparse.Namespace) -> Any:
     check_mesh(mesh)
     file = _file(a)
     options = make_options(file.loss, partial(OPTIMIZERS[a.optimizer], lr=1e-3), plan, a.precision, 0, "check", None, a.seed, a.backend, ())
-    return inspect_model(file.build(a.seed, meta=True), mesh, file.batch(_batch(a, mesh, plan, 4), a.seed), options)
+    return inspect_model(file.build(a.seed, meta=True), mesh, file.batch(_batch(a, mesh, plan, 4), a.seed), options, sys.stderr)
 
 
 def _mesh_and_plan(a: argparse.Namespace) -> tuple[Mesh, Plan]:

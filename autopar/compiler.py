@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
+from autopar.progress import Progress
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms, analyse
 from autopar.runtime.executor import Spec
@@ -40,6 +41,7 @@ class Compiled:
         local: with collectives, over parameters; gradients by parameter.
         final: over buckets: what is emitted.
         lifted: the least precise type by which the model casts inside, where the wanted precision overruled it; else None.
+        seconds: that every stage took.
     """
 
     program: Program
@@ -51,6 +53,7 @@ class Compiled:
     module: Module
     spec: Spec
     lifted: torch.dtype | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 def compile_program(
@@ -66,6 +69,7 @@ def compile_program(
     device: Device = GENERIC,
     draw: random.Random | None = None,
     title: str = "",
+    progress: Progress | None = None,
 ) -> Compiled:
     """Compiles a captured program for a mesh.
 
@@ -74,23 +78,34 @@ def compile_program(
         groups: the optimizer's parameter group of every path.
         like: an earlier compilation whose parameters stay where they are and whose buckets are kept (another shape, or evaluation).
         draw: draw a random legal layout instead of choosing one: for tests.
+        progress: is told of every stage.
     """
+    progress = progress or Progress()
+    progress.at("canonicalize")
     lifted = lift(captured, precision)
     overruled = _overruled(captured) if precision is not None else None
     program = canonicalize(lifted)
+    progress.at("check")
     check_program(program)
+    progress.at("analyse")
     count = plan.microbatches or 1
     split = split_microbatches(program, rules, batch_dims, count)
     check_program(split)
     atoms = analyse(split, rules, batch_dims, count)
+    progress.at("plan")
     if draw is not None:
         layout = random_layout(split, atoms, rules, mesh, draw)
     else:
         held = plan.parameters if like is None else {**{p: str(s) for p, s in _shardings(like).items()}}
-        layout = choose(split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device)
+        layout = choose(
+            split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device, at=progress.at
+        )
+    progress.at("insert")
     local = insert_collectives(split, atoms, layout, mesh, rules)
+    progress.at("check")
     check_local(local)
     check_placements(local, split, atoms)
+    progress.at("buckets")
     trained = any(True for _ in split.outputs_of("grad"))
     buckets: tuple[Bucket, ...]
     if like is None:
@@ -99,10 +114,13 @@ def compile_program(
         buckets = _same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
     zero = 1 if plan.zero is None else plan.zero
     final = fuse(bucketize(local, buckets, zero))
+    progress.at("check")
     check_local(final)
     check_buckets(final, local)
+    progress.at("emit")
     module = emit(final, title)
-    return Compiled(program, split, atoms, layout, local, final, module, _spec(final, local, module, buckets, zero), overruled)
+    spec = _spec(final, local, module, buckets, zero)
+    return Compiled(program, split, atoms, layout, local, final, module, spec, overruled)
 
 
 def _overruled(captured: Program) -> torch.dtype | None:

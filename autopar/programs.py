@@ -19,6 +19,7 @@ from autopar.ir.program import Output, Program, Ref
 from autopar.layout.mesh import Mesh
 from autopar.passes.canonicalize import canonicalize
 from autopar.plan.plan import Plan
+from autopar.progress import Progress
 from autopar.rules import Rules
 
 #: path of the extra output of an evaluation: what its loss was divided by.
@@ -40,6 +41,7 @@ class Options:
     backend: str
     rules: Rules
     device: Device = GENERIC
+    progress: bool = True
 
 
 def compile_step(
@@ -51,6 +53,7 @@ def compile_step(
     kind: str = "train",
     groups: Mapping[str, int] | None = None,
     like: Compiled | None = None,
+    progress: Progress | None = None,
 ) -> Compiled:
     """Captures a model on the global batch and compiles the program of a rank: no processes, and no values of weights or batch, are needed.
 
@@ -59,6 +62,7 @@ def compile_step(
         kind: what a call returns: ``train``, ``eval`` or ``forward``.
         groups: the optimizer's parameter group of every path.
         like: an earlier compilation whose layout of parameters is kept.
+        progress: keeps the time of the stages and shows it; by default it is shown nowhere.
     """
     dims = find_dims(options.batch_dim, tree, tensors)
     count = (options.plan.microbatches or 1) if kind == "train" else 1
@@ -72,14 +76,20 @@ def compile_step(
                 raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
             shape[dim] *= mesh["dp"]
         shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
-    captured = capture(model, tree.fill(shapes), loss=options.loss, train=None if kind == "train" else False, grads=kind == "train")
-    captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
-    batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
-    plan = options.plan if kind == "train" else replace(options.plan, microbatches=1)
-    return compile_program(
-        captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
-        device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.",
-    )  # fmt: skip
+    with progress or Progress() as progress:
+        progress.at("capture")
+        captured = capture(
+            model, tree.fill(shapes), loss=options.loss, train=None if kind == "train" else False, grads=kind == "train",
+            tick=progress.tick,
+        )  # fmt: skip
+        captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
+        batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
+        plan = options.plan if kind == "train" else replace(options.plan, microbatches=1)
+        compiled = compile_program(
+            captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
+            device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.", progress=progress,
+        )  # fmt: skip
+    return replace(compiled, seconds=progress.seconds)
 
 
 def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0) -> Any:

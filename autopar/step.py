@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims
+from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
@@ -444,7 +446,10 @@ class Step:
     def _program(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
         """Captures on the global batch and compiles."""
         groups = self._prepared.group_of if self._prepared is not None else {}
-        return compile_step(self._model, self.mesh, replace(self._options, plan=self._plan), tree, tensors, kind, groups, self._train)
+        shown = sys.stderr if self._options.progress and self._comm.rank == 0 else None
+        progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
+        options = replace(self._options, plan=self._plan)
+        return compile_step(self._model, self.mesh, options, tree, tensors, kind, groups, self._train, progress)
 
     def _load(self, compiled: Compiled) -> Executable:
         segment = None

@@ -28,16 +28,18 @@ ALLOWED: dict[str, set[str]] = {
     "codegen": {"_torch"},
     "runtime": set(),
     # reports: everything but the surface
-    "inspect": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "programs", "step"},
+    # says on a stream what takes long
+    "progress": set(),
+    "inspect": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "programs", "progress", "step"},
     # the order of the passes on one screen
-    "compiler": {"rules", "cost", "plan", "passes", "codegen", "runtime.executor"},
+    "compiler": {"rules", "cost", "plan", "passes", "codegen", "progress", "runtime.executor"},
     # the plain model run by one process, with the runtime's random numbers
     "reference": {"_torch", "capture", "passes", "runtime.random"},
     "compare": {"_torch", "capture", "compiler", "reference", "runtime", "plan", "rules"},
     # what ranks compare before they talk in tensors
     "agree": {"runtime"},
-    "programs": {"_torch", "capture", "rules", "cost", "plan", "passes", "compiler"},
-    "step": {"agree", "programs", "capture", "plan", "codegen", "runtime", "compiler", "inspect"},
+    "programs": {"_torch", "capture", "rules", "cost", "plan", "passes", "compiler", "progress"},
+    "step": {"agree", "programs", "progress", "capture", "plan", "codegen", "runtime", "compiler", "inspect"},
     "api": {"*"},
     "cli": {"*"},
     "": {"*"},

@@ -76,7 +76,8 @@ def place_of_error(error: BaseException, module: str) -> Where:
 class Modules:
     """The path of the module whose forward is running. ``paths`` maps a module to the first name it has in the model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tick: Callable[[], None] | None = None) -> None:
+        self.tick = tick
         self.paths: Mapping[nn.Module, str] = {module: path for path, module in model.named_modules()}
         self.stack: list[str] = []
         #: where the innermost module was when an error passed through it.
@@ -105,6 +106,8 @@ class Modules:
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:
             self.stack.append(path)
+            if self.tick is not None:
+                self.tick()
 
         return enter
 

@@ -23,7 +23,10 @@ from autopar.ir.program import Program, TensorType
 Loss = Callable[[Any, Any], Tensor]
 
 
-def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bool | None = True, grads: bool = True) -> Program:
+def capture(
+    model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bool | None = True, grads: bool = True,
+    tick: Callable[[], None] | None = None,
+) -> Program:  # fmt: skip
     """One step of ``model`` on a batch of these shapes, as a Program with global sizes.
 
     Args:
@@ -34,17 +37,18 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, train: bo
         train: True captures the model in train mode (a model that is in train mode keeps the flags of its submodules), False in eval
             mode, None as its flags are.
         grads: True gives forward and backward, False the forward alone, for which a loss is optional.
+        tick: called whenever a module's forward begins.
     """
     refuse.check_model(model, grads)
     tree, tensors = take_batch(batch)
     state = State.of(model)
     with _preserved_random(model), torch.inference_mode(False), torch.set_grad_enabled(grads), _torch.no_mkldnn():
-        first = _Run(model, state, tree, tensors, loss, train, grads)
+        first = _Run(model, state, tree, tensors, loss, train, grads, tick)
         with first.ready() as step:
             reached = first.rehearse(step)
             if first.leaves_behind():
                 first.rehearse(step)
-        second = _Run(model, state, tree, tensors, loss, train, grads)
+        second = _Run(model, state, tree, tensors, loss, train, grads, tick)
         with second.ready() as step:
             graph = second.trace(step)
     assert second.output is not None
@@ -141,6 +145,7 @@ class _Run:
     loss: Loss | None
     train: bool | None
     grads: bool
+    tick: Callable[[], None] | None = None
     output: OutputTree | None = None
     has_loss: bool = False
     rewritten: set[str] = field(default_factory=set)
@@ -154,7 +159,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.mode = _torch.fake_mode()
-        self.modules = Modules(self.model)
+        self.modules = Modules(self.model, self.tick)
         self.leaves = tuple(_torch.fake_like(self.mode, t) for t in self.tensors)
 
     @contextmanager

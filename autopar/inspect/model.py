@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.programs import Options, compile_step, cut_rows, filled_plan
+from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 
 Optimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -69,15 +70,17 @@ class Inspection:
             "memory": {f"zero{level}": {r.what: r.bytes[n] for r in memory} for n, level in enumerate(tables.LEVELS)},
             "segments": {"distinct": self.compiled.module.segments, "calls": self.compiled.module.calls},
             "compile_s": self.seconds,
+            "compile_s_by_stage": dict(self.compiled.seconds),
         }
 
 
-def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options) -> Inspection:
+def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options, stream: TextIO | None = None) -> Inspection:
     """Compiles a model for a mesh as a training step would.
 
     Args:
         model: on any device, ``meta`` too.
         batch: the global batch; only its types and shapes matter.
+        stream: where to say what takes long.
     """
     begun = time.perf_counter()
     groups: dict[str, int] = {}
@@ -87,7 +90,8 @@ def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options) ->
         groups = opt.prepare(options.optimizer, named, frozen=[n for n, p in model.named_parameters() if not p.requires_grad]).group_of
         states = state_elements(options.optimizer, [n for n, _ in model.named_parameters()])
     tree, tensors = take_batch(cut_rows(batch, mesh, 0, options.plan.microbatches or 1, options.batch_dim))
-    compiled = compile_step(model, mesh, options, tree, tensors, groups=groups)
+    progress = Progress(f"{type(model).__name__} for {str(mesh) or 'one rank'}", stream)
+    compiled = compile_step(model, mesh, options, tree, tensors, groups=groups, progress=progress)
     return Inspection(compiled, filled_plan(options.plan, compiled), states, time.perf_counter() - begun)
 
 

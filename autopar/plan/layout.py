@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -188,6 +188,7 @@ def choose(
     pins: Mapping[str, str] | None = None,
     held: Mapping[str, str] | None = None,
     device: Device = GENERIC,
+    at: Callable[[str], None] = lambda stage: None,
 ) -> Layout:
     """Chooses the layout for the axes of a mesh.
 
@@ -195,6 +196,7 @@ def choose(
         sequence: ``tp`` also shards the sequence of activations between the matrices.
         pins: parameter path globs to placements such as ``dim0@tp``; of two that match the later wins.
         held: shardings of parameters by path, as text, that are to be kept exactly (a saved plan).
+        at: is told before each axis.
     """
     layout = replicated(program, atoms)
     pin_placements(program, atoms, pins or {}, "tp", 1)  # pins are checked on every mesh
@@ -205,6 +207,7 @@ def choose(
             continue
         if axis not in ("dp", "tp"):
             raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp and tp")
+        at(f"plan {axis}")
         pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
         roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds)
         problem = Problem(
