@@ -28,7 +28,7 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> None:
                 raise InputError(
                     f"rank {rank} has another {name} than rank 0", why=f"{theirs[name]} against {value}",
                     hint="every rank makes the same calls, with batches of the same shapes",
-                )  # fmt: skip
+                ).alike()  # fmt: skip
 
 
 def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: str) -> None:
@@ -39,7 +39,9 @@ def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: s
     for rank, theirs in enumerate(digests):
         differ = [n for n in digests[0] if theirs.get(n) != digests[0][n]]
         if differ:
-            raise InputError(f"rank {rank} has other values of {differ[0]} than rank 0", why=f"{len(differ)} tensors differ", hint=hint)
+            raise InputError(
+                f"rank {rank} has other values of {differ[0]} than rank 0", why=f"{len(differ)} tensors differ", hint=hint
+            ).alike()
 
 
 def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -67,7 +69,7 @@ def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor])
             raise InputError(
                 f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
                 hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
-            )
+            ).alike()
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

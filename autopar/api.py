@@ -45,6 +45,7 @@ def parallelize(
     backend: str = "eager",
     rules: Iterable[Rule] = (),
     progress: bool = True,
+    timeout: float | None = None,
 ) -> Step:
     """Turns the training step of a plain model into the program of this rank on a mesh.
 
@@ -63,6 +64,8 @@ def parallelize(
         backend: ``"eager"`` or ``"inductor"`` (compiles the segments; needs a C++ compiler on CPU).
         rules: rows for ops that autopar doesn't know (``autopar.rule``).
         progress: compiling that takes more than two seconds says on rank 0's stderr what it does; False is quiet.
+        timeout: seconds that a rank waits for another one; default the process group's, 600 where there was none yet. A rank that failed
+            or ended is noticed within seconds; this limits one that hangs.
 
     Raises:
         AutoparError: the kinds in ``autopar.errors``; the same text on every rank.
@@ -71,8 +74,10 @@ def parallelize(
     options = make_options(loss, optimizer, plan, precision, batch_dim, init, clip_grad_norm, seed, backend, rules)
     options = replace(options, progress=progress)
     check_mesh(mesh)
-    joined = join(mesh if mesh.size > 1 else None)
-    step = Step(model, mesh, DistComm(mesh, device=mesh.device or joined.device), options)
+    if timeout is not None and (isinstance(timeout, (bool, str)) or not timeout > 0):
+        raise InputError(f"timeout={timeout!r} is not a time", hint="a positive number of seconds, or None")
+    joined = join(mesh if mesh.size > 1 else None, timeout=timeout or 600.0)
+    step = Step(model, mesh, DistComm(mesh, device=mesh.device or joined.device, timeout=timeout), options)
     if example is not None:
         step.compile(example)
     return step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose.
@@ -11,11 +13,21 @@ class AutoparError(Exception):
         where: the place in the user's file or the program (``model.py:12 in blocks.0.attn``).
         why: the reason, when it is not in ``what``.
         hint: what to try.
+
+    Attributes:
+        everywhere: every rank raises it, with one text, and none is left waiting: the next call can be a good one.
     """
+
+    everywhere = False
 
     def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
         self.what, self.where, self.why, self.hint = what, where, why, hint
         super().__init__(format_error(what, where, why, hint))
+
+    def alike(self) -> Self:
+        """The same error, known to be raised by every rank."""
+        self.everywhere = True
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.where, self.why, self.hint))

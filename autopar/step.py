@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import sys
@@ -11,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,19 @@ from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
 from autopar.runtime.random import step_key
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def guarded(method: F) -> F:
+    """A method of a step in which ranks may wait for each other: an error of one is told to all."""
+
+    @functools.wraps(method)
+    def run(self: Step, *args: Any, **kwargs: Any) -> Any:
+        with self._comm.guard():
+            return method(self, *args, **kwargs)
+
+    return cast(F, run)
 
 
 @dataclass
@@ -69,6 +83,7 @@ class Step:
             frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
             self._prepared = opt.prepare(options.optimizer, named, frozen=frozen, device=comm.device)
 
+    @guarded
     def compile(self, batch: Any) -> None:
         """Compiles the training step for this rank's rows now instead of at the first call."""
         self._check_open()
@@ -76,6 +91,7 @@ class Step:
 
     # -- training
 
+    @guarded
     def __call__(self, batch: Any) -> Tensor:
         """One step on this rank's rows.
 
@@ -106,6 +122,7 @@ class Step:
         self._measure(loaded, tensors, loss, norm, time.perf_counter() - begun)
         return loss.detach()
 
+    @guarded
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
         """The mean loss over batches in eval mode, without gradients, and what it was divided by.
 
@@ -131,6 +148,7 @@ class Step:
                 weight += share
         return (total / weight if weight else math.nan), weight
 
+    @guarded
     def forward(self, batch: Any) -> Any:
         """The model's outputs for this rank's rows, in eval mode, without gradients. Outputs without a batch dim are whole."""
         self._check_open()
@@ -141,6 +159,11 @@ class Step:
         return rebuild_output(loaded.compiled.program.output_tree, outputs)
 
     # -- data
+
+    @guarded
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so: to stop, for one. Collective."""
+        return True in self._comm.exchange(bool(flag), site="any")
 
     def shard(self, batch: Any) -> Any:
         """This rank's rows of a batch that every rank holds: microbatch outer, data coordinate inner."""
@@ -160,6 +183,7 @@ class Step:
         """This rank's flat parts, one a bucket: for an optimizer of one's own. Compiled steps only."""
         return list(self._need().parts)
 
+    @guarded
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the last step by original name, before clipping, on every rank's CPU. Collective."""
         state = self._need()
@@ -168,6 +192,7 @@ class Step:
         whole = gather(state, self._grads, self.mesh, self._comm)
         return {alias: whole[path] for path, aliases in self._names().items() if path in whole for alias in (path, *aliases)}
 
+    @guarded
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole parameters and buffers under the model's names, on every rank's CPU; tied names share storage. Collective."""
         whole = self._whole()
@@ -186,6 +211,7 @@ class Step:
                 whole |= {alias: whole[path] for alias in aliases}
         return whole
 
+    @guarded
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the owners of its parts."""
         state = self._need()
@@ -202,6 +228,7 @@ class Step:
                 out |= {alias: out[path] for alias in aliases}
         return out
 
+    @guarded
     def load_state_dict(self, full: Mapping[str, Tensor]) -> None:
         """Sets weights and buffers from whole tensors by original name, the same on every rank. Collective.
 
@@ -240,6 +267,7 @@ class Step:
                 state.buffers[path] = full[path].to(device=self._comm.device, dtype=state.buffers[path].dtype, copy=True)
         self._unread |= {path: full[path].to(t, copy=True) for path, t in self._unread.items() if path in full}
 
+    @guarded
     def module(self) -> nn.Module:
         """A copy of the model with the current weights, whole. Collective."""
         full = self._whole()

@@ -229,13 +229,9 @@ class Stop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def agreed(self, ranks: int, device: torch.device) -> bool:
+    def agreed(self, step: Step) -> bool:
         """Whether any rank was asked to stop: the same answer on all, who must stop at the same step."""
-        if ranks == 1:
-            return self.asked
-        flag = torch.tensor([int(self.asked)], dtype=torch.int32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return step.any(self.asked)
 
 
 # -- the job
@@ -271,7 +267,7 @@ class _Training:
         if self.rank == 0:
             tqdm.write(text, file=sys.stderr)
 
-    def evaluate(self, done: int, device: torch.device) -> float | None:
+    def evaluate(self, done: int) -> float | None:
         """The held-out loss after ``done`` steps."""
         if not self.held:
             return None
@@ -282,17 +278,16 @@ class _Training:
 
     def run(self) -> dict[str, Any]:
         job, step, data = self.job, self.step, self.data
-        device = torch.device("cuda", torch.cuda.current_device()) if job.mesh.device == "cuda" else torch.device("cpu")
         begun = time.perf_counter()
         ranks = f"mesh {job.mesh}, {job.mesh.size} ranks" if job.mesh.size > 1 else "one rank"
         self.say(f"{self.name}, {self.size:,} parameters, on {ranks} of {torch.get_num_threads()} thread(s); data: {data.words}")
         first = step.shard(data.train(0))
         step.compile(first)
         self.say(f"compiled in {time.perf_counter() - begun:.1f} s")
-        self.evaluate(0, device)
+        self.evaluate(0)
         done = 0
         with Stop().listening() as stop, self.log() as write, self.bar() as bar:
-            while done < job.steps and not stop.agreed(job.mesh.size, device):
+            while done < job.steps and not stop.agreed(step):
                 batch = data.train(done)
                 rows = first if done == 0 else step.shard(batch)
                 at = time.perf_counter()
@@ -303,13 +298,13 @@ class _Training:
                 rate = data.units(batch) / self.seconds[-1]
                 bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} {data.unit}/s", refresh=False)
                 bar.update()
-                held = self.evaluate(done, device) if job.eval_every and done % job.eval_every == 0 and done < job.steps else None
+                held = self.evaluate(done) if job.eval_every and done % job.eval_every == 0 and done < job.steps else None
                 write(done, loss, held, rate)
             interrupted = done < job.steps
             if interrupted:
                 self.say(f"interrupted after {done} of {job.steps} steps: writing what there is")
             else:
-                write(done, None, self.evaluate(done, device), None)
+                write(done, None, self.evaluate(done), None)
         return self.finish(done, interrupted, time.perf_counter() - begun)
 
     @contextmanager

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pickle
 import queue
+import sys
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import CommError
+from autopar.errors import CommError, InputError
 from autopar.layout.mesh import Mesh
 from autopar.layout.traffic import SMALL_ALL_REDUCE, bytes_sent, chunk
+from autopar.runtime.watch import Failure, Watch
 
 #: what a reduction does to two parts; there are no others.
 OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -230,6 +233,11 @@ class Comm(ABC):
         for axes in axes_list:
             self.group(axes)
 
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """An error inside is told to the other ranks, who may wait for this one; not one that every rank raises alike."""
+        yield
+
     def take_records(self) -> list[Record]:
         """The records since the last call, which are then forgotten here."""
         taken, self.records = self.records, []
@@ -384,7 +392,7 @@ class DistComm(Comm):
         mesh: the mesh; its rank ``r`` is rank ``r`` of the process group.
         group: the process group that the mesh spans; None is the default group.
         device: where tensors live; default the mesh's, else the CPU.
-        timeout: seconds that a collective may take (in the default group: its own timeout).
+        timeout: seconds that this rank waits for a message; default the process group's.
         direct: whether to use direct messages; None chooses by backend.
     """
 
@@ -394,10 +402,13 @@ class DistComm(Comm):
         group: dist.ProcessGroup | None = None,
         *,
         device: torch.device | str | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = None,
         direct: bool | None = None,
     ) -> None:
-        self._timeout = timedelta(seconds=timeout)
+        self._watch: Watch | None = None
+        self._started = 0  # collectives and exchanges
+        self._direct = False
+        self._transport: dist.ProcessGroup | None = None
         self._progress: _Progress | None = None
         self._broken = ""
         self._counts: dict[int, int] = {}
@@ -415,14 +426,19 @@ class DistComm(Comm):
             if whole.size() != mesh.size:
                 raise CommError(f"the mesh {mesh} has {mesh.size} ranks, the process group {whole.size()}")
             rank = whole.rank()
+            given: Any = whole.get_group_store()  # its stubs don't know of the timeout
+            self._timeout = timedelta(seconds=timeout) if timeout is not None else given.timeout
+            me = weakref.ref(self)
+            self._watch = Watch(whole, rank, lambda: comm._sever() if (comm := me()) is not None else None)
+            self._meet(str(mesh))
             self._globals = dist.get_process_group_ranks(whole)
             self._pgs[tuple(range(mesh.size))] = whole
         super().__init__(mesh, rank, device)
+        self._waiting = self._watch.waiting if self._watch is not None else {}
         self._everyone = Group(mesh.names, tuple(range(mesh.size)), rank)
         if direct is None:
             direct = mesh.size == 1 or self._pgs[self._everyone.key]._get_backend(self.device).name() == "gloo"
         self._direct = direct
-        self._transport: dist.ProcessGroup | None = None
         if direct and mesh.size > 1:
             self._transport = self._make_process_group(self._everyone.key, together=self._is_world)
 
@@ -443,7 +459,12 @@ class DistComm(Comm):
                         self._pgs[key] = made
 
     def close(self) -> None:
-        """Ends the helper thread and the process groups made here. No handle may be under way; nothing can be started after."""
+        """Ends the helper threads and the process groups made here. No handle may be under way; nothing can be started after."""
+        error = sys.exception()
+        if self._watch is not None:
+            if error is not None and not getattr(error, "everywhere", False):
+                self._watch.tell(Failure.of(error, self.rank))  # closed on the way out of an error
+            self._watch.close("it closed its step while others went on")
         self._progress = None
         for group in self._made:
             dist.destroy_process_group(group)
@@ -460,7 +481,7 @@ class DistComm(Comm):
                 raise CommError(
                     f"rank {rank} is at {theirs or 'an exchange'}, rank 0 at {found[0][0] or 'an exchange'}", where="exchange",
                     why="every rank makes the same calls of a step, in one order",
-                )  # fmt: skip
+                ).alike()  # fmt: skip
         return [value for _, value in found]
 
     def _exchange(self, obj: Any, site: str) -> list[Any]:
@@ -487,20 +508,57 @@ class DistComm(Comm):
     # -- messages
 
     def _check_usable(self, doing: str) -> None:
+        self._started += 1
         if self._broken:
             raise CommError(f"{doing}: communication has failed before or was closed", why=self._broken)
 
     def _failure(self, doing: str, group: Group, site: str, peer: int | None, error: Exception) -> CommError:
         whom = "" if peer is None else f" (message with rank {peer})"
-        made = CommError(
-            f"{doing} failed on rank {self.rank}{whom}; its ranks are {list(group.ranks)}",
-            where=site,
-            why=f"{type(error).__name__}: {error}",
-            hint="look for the first error of the other ranks; a rank that ended or hangs makes its peers fail",
-        )
+        told = str(error).rpartition("] ")[2] if str(error).startswith("[/") else str(error)  # without the place in gloo's own source
+        doing = f"{doing} failed{whom}; its ranks are {list(group.ranks)}: {type(error).__name__}: {told.split('. This is')[0]}"
+        if self._watch is None:
+            made = CommError(doing, where=site)
+        else:
+            # a backend's own collective doesn't say whose message is missing
+            other = peer if peer is not None else next((r for r in group.ranks if r != self.rank), self.rank)
+            made = self._watch.error(self._watch.broken(other, error, self._timeout.total_seconds()), doing)
         if not self._broken:
             self._broken = f"{made.what}: {made.why}"
         return made
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        before = self._started
+        try:
+            yield
+        except BaseException as error:
+            # nobody waits in a call in which nothing was sent yet
+            if self._watch is not None and self._started != before and not getattr(error, "everywhere", False):
+                first = self._watch.tell(Failure.of(error, self.rank))
+                self._broken = self._broken or f"rank {first.rank} failed: {first.text}"
+                self._sever()
+            raise
+
+    def _sever(self) -> None:
+        """Fails everything that this rank waits for or starts, and by that what others wait for from it. From any thread."""
+        groups = [self._transport] if self._transport is not None else [] if self._direct else list(self._pgs.values())
+        for group in groups:
+            try:
+                group.abort()
+                if group._get_backend(self.device).name() == "gloo":
+                    # gloo can't be told to stop, but closes all connections of a group in which a message was waited for in vain
+                    peer = (group.rank() + 1) % group.size()
+                    group.recv([torch.empty(1)], peer, _TAGS_PER_COUNT - 1).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass
+
+    def _meet(self, mesh: str) -> None:
+        """All ranks are here, with one mesh."""
+        assert self._watch is not None
+        everyone = self._watch.meet(mesh, self._timeout.total_seconds())
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise InputError(f"rank {rank} has the mesh {theirs}, rank 0 {everyone[0]}", hint="one mesh on every rank").alike()
 
     def _post(self, group: Group, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor], doing: str, site: str) -> tuple[_Works, int]:
         """Posts the messages of one round, and counts the bytes sent.
@@ -529,11 +587,14 @@ class DistComm(Comm):
         return works, sent
 
     def _await(self, group: Group, works: _Works, doing: str, site: str) -> None:
+        waiting, me = self._waiting, threading.get_ident()
+        waiting[me] = doing
         for work, peer in works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(doing, group, site, peer, error) from error
+        del waiting[me]
         works.clear()
 
     def _tag(self, number: int) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, InputError
 from autopar.layout.mesh import Mesh
+from autopar.runtime.watch import report_end
 
 T = TypeVar("T")
 
@@ -115,7 +116,11 @@ def launch(fn: Callable[..., T], nproc: int, *args: Any) -> list[T]:
 
 def _call(fn: Callable[..., T], *args: Any) -> T:
     """What the launcher runs: it wants a function with a name, which a ``functools.partial`` hasn't."""
-    return fn(*args)
+    try:
+        return fn(*args)
+    except BaseException as error:
+        report_end(error)  # the launcher catches it: the interpreter won't see an error that nobody caught
+        raise
 
 
 def _cores() -> int:

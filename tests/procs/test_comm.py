@@ -196,8 +196,8 @@ def test_killed_rank(procs: Pools, kind: str) -> None:
         assert not outcomes[rank].error, outcomes[rank].error
         text, took = outcomes[rank].value
         assert took < 30
-        assert f"failed on rank {rank}" in text and "its ranks are [0, 1, 2, 3]" in text and "RuntimeError" in text
-        assert ("here" if kind == "exchange" else "where: s") in text
+        assert text.startswith("rank 2 failed first: its process ended without a word")
+        assert f"rank {rank} can't go on" in text and "its ranks are [0, 1, 2, 3]" in text and "RuntimeError" in text
 
 
 # -- the pool itself
