@@ -4,14 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from autopar.errors import InputError
+from autopar.errors import AutoparError, InputError
 from autopar.runtime.comm import Comm
+
+T = TypeVar("T")
+
+
+def together(comm: Comm, make: Callable[[], T], site: str) -> T:
+    """What each rank makes by itself; where one can't, all raise its error, with one text, and nothing is lost. Collective."""
+    made, problem = None, None
+    try:
+        made = make()
+    except AutoparError as error:
+        problem = error
+    raise_first(comm.exchange(problem, site=site), problem)
+    return made  # type: ignore[return-value]
+
+
+def raise_first(everyone: Sequence[AutoparError | None], mine: AutoparError | None) -> None:
+    """Raises the first of the ranks' errors, on every rank alike; one that all have as it is, that of a few with their rank."""
+    first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
+    if first is None:
+        return
+    told = everyone[first]
+    assert told is not None
+    if mine is not None and all(str(error) == str(told) for error in everyone):
+        raise mine.alike()
+    raise type(told)(f"rank {first}: {told.what}", where=told.where, why=told.why, hint=told.hint).alike() from mine
+
+
+def code_digest() -> str:
+    """Tells one version of autopar's sources from another."""
+    h = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        h.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return h.hexdigest()[:16]
 
 
 def compare_ranks(comm: Comm, mine: Mapping[str, Any], site: str) -> None:
@@ -26,9 +61,18 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> None:
         for name, value in everyone[0].items():
             if theirs[name] != value:
                 raise InputError(
-                    f"rank {rank} has another {name} than rank 0", why=f"{theirs[name]} against {value}",
+                    f"rank {rank} has another {name} than rank 0", why=_difference(theirs[name], value),
                     hint="every rank makes the same calls, with batches of the same shapes",
                 ).alike()  # fmt: skip
+
+
+def _difference(theirs: Any, first: Any) -> str:
+    """Two values that differ, in words; of two tables or lists the entries that do."""
+    if isinstance(theirs, Mapping) and isinstance(first, Mapping):
+        keys = [k for k in dict.fromkeys((*first, *theirs)) if theirs.get(k) != first.get(k)]
+        told = "; ".join(f"{k}: {theirs.get(k, 'none')} against {first.get(k, 'none')}" for k in keys[:3])
+        return told + (f"; and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return f"{theirs} against {first}"
 
 
 def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: str) -> None:
@@ -44,7 +88,7 @@ def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: s
             ).alike()
 
 
-def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor], problem: AutoparError | None = None) -> None:
     """All ranks make the same call on batches of one kind; ranks of one data coordinate hold the same rows. Collective.
 
     One small exchange a call: without it ranks that differ would wait for each other for ever.
@@ -52,18 +96,20 @@ def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor])
     Args:
         mine: what the call is, by name.
         tensors: this rank's rows.
+        problem: why this rank can't take part: then nobody does.
     """
     mesh = comm.mesh
     if mesh.size == 1:
-        return
+        return raise_first([problem], problem)
     rows = 0
     if mesh.size > mesh["dp"]:
         for t in tensors:
             rows = zlib.crc32(_bytes(t), rows)
-    everyone = comm.exchange((mine, comm.coords.get("dp", 0), rows), site="call")
-    first_difference([theirs for theirs, _, _ in everyone])
+    everyone = comm.exchange((mine, comm.coords.get("dp", 0), rows, problem), site="call")
+    raise_first([theirs for _, _, _, theirs in everyone], problem)
+    first_difference([theirs for theirs, _, _, _ in everyone])
     first: dict[int, tuple[int, int]] = {}
-    for rank, (_, data, digested) in enumerate(everyone):
+    for rank, (_, data, digested, _) in enumerate(everyone):
         other, known = first.setdefault(data, (rank, digested))
         if known != digested:
             raise InputError(

@@ -10,11 +10,13 @@ import torch
 
 from autopar.codegen.emit import Module, emit
 from autopar.cost.device import GENERIC, Device
+from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
+from autopar.passes.bounds import Bound, find_bounds
 from autopar.passes.buckets import CAP, bucketize, make_buckets
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.check import check_local, check_program
@@ -42,6 +44,7 @@ class Compiled:
         final: over buckets: what is emitted.
         lifted: the least precise type by which the model casts inside, where the wanted precision overruled it; else None.
         seconds: that every stage took.
+        bounds: how far ids and labels of the batch may go.
     """
 
     program: Program
@@ -54,6 +57,7 @@ class Compiled:
     spec: Spec
     lifted: torch.dtype | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    bounds: tuple[Bound, ...] = ()
 
 
 def compile_program(
@@ -120,7 +124,7 @@ def compile_program(
     progress.at("emit")
     module = emit(final, title)
     spec = _spec(final, local, module, buckets, zero)
-    return Compiled(program, split, atoms, layout, local, final, module, spec, overruled)
+    return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=find_bounds(captured))
 
 
 def _overruled(captured: Program) -> torch.dtype | None:
@@ -137,6 +141,11 @@ def _shardings(compiled: Compiled) -> dict[str, Sharding]:
 def _same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Bucket, ...]:
     """The buckets of an earlier compilation, for a program whose gradients may be partial over other axes."""
     made = {m.path: b for b in make_buckets(local, {}, 1) for m in b.members}
+    if other := made.keys() ^ {m.path for b in buckets for m in b.members}:
+        raise InputError(
+            f"the loss now reaches other parameters than when the step was compiled: {', '.join(sorted(other))}",
+            why="a parameter without a gradient has no place among the optimizer's parts", hint="make a new step for the changed model",
+        )  # fmt: skip
     out = []
     for bucket in buckets:
         over = {a for m in bucket.members for a in made[m.path].partial}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import json
 import math
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from autopar import agree
 from autopar.capture import rebuild_output
+from autopar.capture.follow import Followed
 from autopar.capture.tree import BatchTree, take_batch
 from autopar.codegen.emit import emit
 from autopar.compiler import Compiled
-from autopar.errors import InputError, UnsupportedError
+from autopar.errors import AutoparError, InputError, UnsupportedError
 from autopar.inspect import tables
 from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
+from autopar.passes.bounds import check_bounds
 from autopar.plan.plan import Plan
 from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims
 from autopar.progress import Progress
@@ -55,6 +57,7 @@ class _Loaded:
     compiled: Compiled
     run: Executable
     tree: BatchTree
+    dims: list[int | None]
 
 
 class Step:
@@ -76,6 +79,7 @@ class Step:
         self._waiting: Mapping[str, Tensor] | None = None
         self._prepared: opt.Prepared | None = None
         self._closed = False
+        self._followed = Followed(model)
         self.metrics: dict[str, Any] = {}
         self.reports: list[str] = []
         if options.optimizer is not None:
@@ -407,33 +411,51 @@ class Step:
 
     def _ready(self, kind: str, batch: Any) -> _Loaded:
         """The program for this kind of call and these shapes, compiled at its first use."""
-        tree, tensors = take_batch(batch)
-        # the flags of the modules are part of what is captured: model.eval() is followed
-        flags = tuple(m.training for m in self._model.modules()) if kind == "train" else ()
-        signature = (
-            kind,
-            f"{tree.form} {tree.spec}",
-            tree.paths,
-            str(tree.leaves),
-            tuple((t.dtype, tuple(t.shape)) for t in tensors),
-            flags,
-        )
-        self._agree_on_call(signature, tensors)
-        trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
-        if self._trained is not None and trained != self._trained:
+        signature: tuple[Any, ...] = (kind, "", (), "", (), 0, 0)
+        tree: BatchTree | None = None
+        tensors: list[Tensor] = []
+        problem: AutoparError | None = None
+        try:
+            # what the model is, flags and plain attributes, is part of what is captured: model.eval() is followed
+            state, flags, trained = self._followed.now()
+            tree, tensors = take_batch(batch)
+            types = tuple((t.dtype, tuple(t.shape)) for t in tensors)
+            signature = (
+                kind, f"{tree.form} {tree.spec}", tree.paths, str(tree.leaves), types, state, flags if kind == "train" else 0,
+            )  # fmt: skip
+            self._check_batch(tree, tensors, trained)
+            if signature in self._loaded:
+                self._check_values(self._loaded[signature], tensors)
+        except AutoparError as error:
+            problem = error
+        self._agree_on_call(signature, tensors, problem)
+        assert tree is not None
+        if signature in self._loaded:
+            return self._loaded[signature]
+        loaded = self._get(signature, tree, tensors)
+        agree.together(self._comm, lambda: self._check_values(loaded, tensors), "batch")
+        return loaded
+
+    def _check_batch(self, tree: BatchTree, tensors: Sequence[Tensor], trained: Sequence[str]) -> None:
+        """What can be said against a batch before its program is known."""
+        absent = [p for p, t in zip(tree.paths, tensors, strict=True) if t.is_meta]
+        if absent:
+            raise InputError(f"batch input {absent[0]!r} is on meta: it has no values", hint="a batch holds this rank's rows")
+        if self._trained is not None and list(trained) != self._trained:
             changed = sorted(set(trained) ^ set(self._trained))
             raise InputError(
                 f"requires_grad of {changed[0]} changed after the step was compiled", why=f"{len(changed)} parameters changed",
                 hint="make a new step: parallelize(step.module(), mesh, ...)",
             )  # fmt: skip
-        return self._get(signature, tree, tensors)
+
+    def _check_values(self, loaded: _Loaded, tensors: Sequence[Tensor]) -> None:
+        check_bounds(loaded.compiled.bounds, tensors, loaded.dims)
 
     def _get(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
         kind = signature[0]
         if signature not in self._loaded:
             if kind != "train" and self._train is None:
-                flags = tuple(m.training for m in self._model.modules())
-                self._get(("train", *signature[1:-1], flags), tree, tensors)
+                self._get(("train", *signature[1:-1], self._followed.now()[1]), tree, tensors)
             self._loaded[signature] = self._compile(signature, tree, tensors)
         return self._loaded[signature]
 
@@ -441,11 +463,7 @@ class Step:
         """Compiles for one kind of call and one set of shapes; the first is the training step, whose layout the others keep."""
         kind, begun = signature[0], time.perf_counter()
         self._agree_on_model()
-        compiled = self._share.get(signature) if self._share is not None else None
-        if compiled is None:
-            compiled = self._program(kind, tree, tensors)
-            if self._share is not None:
-                self._share[signature] = compiled
+        compiled = agree.together(self._comm, lambda: self._program(signature, tree, tensors), "compile")
         if self.mesh.size > 1:  # what the ranks run is the same text, whatever their models look like
             text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
             agree.compare_ranks(self._comm, {"program": text}, "program")
@@ -456,14 +474,14 @@ class Step:
             self.reports.append(
                 f"compiled {kind} for batch shapes {[tuple(t.shape) for t in tensors]} in {time.perf_counter() - begun:.1f} s"
             )
-        return _Loaded(compiled, run, tree)
+        return _Loaded(compiled, run, tree, find_dims(self._options.batch_dim, tree, tensors))
 
     def _begin(self, compiled: Compiled) -> None:
         """Takes the first compilation: its plan, the weights in its layout, the optimizer over its parts."""
+        self._state = self._weights(compiled)
         self._train = compiled
         self._trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
         self._plan = filled_plan(self._plan, compiled)
-        self._state = self._weights(compiled)
         if self._prepared is not None:
             parts: dict[int, list[nn.Parameter]] = {}
             for bucket, part in zip(self._state.buckets, self._state.parts, strict=True):
@@ -471,13 +489,18 @@ class Step:
                     parts.setdefault(bucket.group, []).append(part)
             opt.attach(self._prepared, parts)
 
-    def _program(self, kind: str, tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
+    def _program(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
         """Captures on the global batch and compiles."""
-        groups = self._prepared.group_of if self._prepared is not None else {}
-        shown = sys.stderr if self._options.progress and self._comm.rank == 0 else None
-        progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
-        options = replace(self._options, plan=self._plan)
-        return compile_step(self._model, self.mesh, options, tree, tensors, kind, groups, self._train, progress)
+        share = self._share if self._share is not None else {}
+        if signature not in share:
+            groups = self._prepared.group_of if self._prepared is not None else {}
+            shown = sys.stderr if self._options.progress and self._comm.rank == 0 else None
+            progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
+            options = replace(self._options, plan=self._plan)
+            share[signature] = compile_step(
+                self._model, self.mesh, options, tree, tensors, signature[0], groups, self._train, progress
+            )
+        return share[signature]
 
     def _load(self, compiled: Compiled) -> Executable:
         segment = None
@@ -490,39 +513,42 @@ class Step:
 
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
-    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        kind, structure, paths, constants, types, flags = signature
+    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor], problem: AutoparError | None) -> None:
+        kind, structure, paths, constants, types, state, flags = signature
         mine = {
             "call": kind,
             "batch shapes": [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)],
             "constant in its batch": constants,
             "structure of its batch": structure,
-            "training flag": zlib.crc32(bytes(flags)),
+            "training flag": flags,
+            "state of its model's attributes": state,
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
-        agree.compare_call(self._comm, mine, tensors)
+        agree.compare_call(self._comm, mine, tensors, problem)
 
     def _agree_on_model(self) -> None:
         """All ranks hold one model and were given the same options. Else InputError on every rank."""
         if self.mesh.size == 1:
             return
         o = self._options
-        model = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in self._model.named_parameters()]
+        model = {"class": type(self._model).__name__}
+        model |= {n: f"{p.dtype}{list(p.shape)}{'' if p.requires_grad else ' frozen'}" for n, p in self._model.named_parameters()}
         plain = (bool, int, float, str, tuple, type(None))
         groups = [
             {k: v for k, v in g.items() if k != "params" and isinstance(v, plain)}
             for g in (self._prepared.optimizer.param_groups if self._prepared else ())
         ]
         mine = {
-            "model": hashlib.sha256(repr(model).encode()).hexdigest()[:16], "seed": o.seed, "plan": self._plan.text(),
+            "torch": torch.__version__, "version of autopar's code": agree.code_digest(), "model": model,
+            "seed": o.seed, "plan": json.loads(self._plan.text()),
             "optimizer": (type(self._prepared.optimizer).__name__, repr(groups)) if self._prepared else None,
             "loss": getattr(o.loss, "__qualname__", type(o.loss).__name__), "clip_grad_norm": o.clip_grad_norm, "precision": o.precision,
-            "backend": o.backend, "torch": torch.__version__,
+            "backend": o.backend,
         }  # fmt: skip
         agree.compare_ranks(self._comm, mine, "model")
 
-    def _weights(self, compiled: Compiled) -> State:
-        """The state that holds the model's weights, as ``init`` says."""
+    def _given(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers by every name, with this rank's values, as ``init`` says."""
         model, how = self._model, self._options.init
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
@@ -546,6 +572,12 @@ class Step:
                 f"{on_meta[0]} is on meta: it has no values", why=f"{len(on_meta)} tensors are",
                 hint="init= a function that fills a module, or step.load_state_dict(full) before the first step",
             )  # fmt: skip
+        return named, buffers
+
+    def _weights(self, compiled: Compiled) -> State:
+        """The state that holds the model's weights, the same on every rank."""
+        how = self._options.init
+        named, buffers = agree.together(self._comm, self._given, "weights")
         if how != "broadcast":
             agree.compare_values(
                 self._comm, {**named, **buffers}, "init", 'seed every rank alike before building the model, or init="broadcast"'

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError
 from autopar.step import Step
 from tests.cases.run import MB2, Net, equal, near, ranks
 
@@ -47,6 +47,94 @@ def test_x01_train_and_evaluate_in_turn() -> None:
 def test_x01_a_model_in_eval_mode() -> None:
     torch.manual_seed(0)
     equal(Modes().eval(), torch.randn(4, 8), ("dp=2", "tp=2"))
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale, self.inner, self.parts = 2.0, [1.0, 2.0], {"bias": True}
+
+
+class Switched(nn.Module):
+    """What its forward does hangs on plain attributes, in modules and in what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.act, self.config, self.power = nn.Linear(8, 8), nn.ReLU(), Config(), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.l(x) if self.config.parts["bias"] else x @ self.l.weight.T)
+        h = h + self.config.parts.get("shift", 0.0)
+        return (h * self.config.scale * sum(self.config.inner)).abs().pow(self.power).mean()
+
+
+CHANGES = {
+    "number": lambda m: setattr(m, "power", 3),
+    "type of a number": lambda m: setattr(m, "power", 2.0),
+    "config": lambda m: setattr(m.config, "scale", 3.0),
+    "list": lambda m: m.config.inner.append(5.0),
+    "dict": lambda m: m.config.parts.update(shift=1.0),
+    "another list": lambda m: setattr(m.config, "inner", [4.0]),
+    "module": lambda m: setattr(m, "act", nn.Tanh()),
+    "hook": lambda m: m.l.register_forward_hook(lambda module, args, out: out * 2),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_x01_changes_of_a_model_after_its_first_step(kind: str) -> None:
+    """They are followed, and back again; a rank that changes alone is told so, and loses nothing."""
+    torch.manual_seed(0)
+    whole, x = Switched().double(), torch.randn(4, 8, dtype=torch.float64)
+    before = whole(x).item()
+
+    def run(step: Step, rank: int) -> list[float]:
+        losses = [step(step.shard(x)).item()]
+        CHANGES[kind](step._model)
+        losses.append(step(step.shard(x)).item())
+        compiled = len(step.reports)
+        losses.append(step(step.shard(x)).item())
+        assert len(step.reports) == compiled
+        return losses
+
+    found = ranks("dp=2", whole, run)
+    CHANGES[kind](whole)
+    after = whole(x).item()
+    assert (before == after) == (kind == "type of a number")
+    for losses in found:
+        assert losses == pytest.approx([before, after, after], rel=1e-10) and losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_x01_a_change_by_which_a_parameter_comes_or_goes(first: bool) -> None:
+    def run(step: Step, rank: int) -> list[str | float]:
+        x = torch.ones(4, 8, dtype=torch.float64)
+        step._model.config.parts["bias"] = first
+        found: list[str | float] = [step(step.shard(x)).item()]
+        step._model.config.parts["bias"] = not first
+        with pytest.raises(InputError, match="reaches other parameters than when the step was compiled: l.bias"):
+            step(step.shard(x))
+        step._model.config.parts["bias"] = first
+        return [*found, step(step.shard(x)).item()]
+
+    for before, after in ranks("dp=2", Switched(), run):
+        assert before == after
+
+
+def test_x01_a_rank_whose_model_changes_alone() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64)
+
+    def run(step: Step, rank: int) -> list[str | float]:
+        found: list[str | float] = [step(step.shard(x)).item()]
+        if rank == 1:
+            step._model.power = 3
+        try:
+            step(step.shard(x))
+        except InputError as error:
+            found.append(str(error))
+        step._model.power = 2
+        return [*found, step(step.shard(x)).item()]
+
+    first, second = ranks("dp=2", Switched(), run)
+    assert first == second and "rank 1 has another state of its model's attributes than rank 0" in str(first[1]) and first[0] == first[2]
 
 
 @pytest.mark.parametrize("kind", ["item", "add"])
