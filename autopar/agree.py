@@ -88,7 +88,7 @@ def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: s
             ).alike()
 
 
-def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor], problem: AutoparError | None = None) -> None:
+def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor], problem: AutoparError | None, ready: bool) -> bool:
     """All ranks make the same call on batches of one kind; ranks of one data coordinate hold the same rows. Collective.
 
     One small exchange a call: without it ranks that differ would wait for each other for ever.
@@ -97,25 +97,28 @@ def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor],
         mine: what the call is, by name.
         tensors: this rank's rows.
         problem: why this rank can't take part: then nobody does.
+        ready: whether this rank has the program; returned is whether all have.
     """
     mesh = comm.mesh
     if mesh.size == 1:
-        return raise_first([problem], problem)
+        raise_first([problem], problem)
+        return ready
     rows = 0
     if mesh.size > mesh["dp"]:
         for t in tensors:
             rows = zlib.crc32(_bytes(t), rows)
-    everyone = comm.exchange((mine, comm.coords.get("dp", 0), rows, problem), site="call")
-    raise_first([theirs for _, _, _, theirs in everyone], problem)
-    first_difference([theirs for theirs, _, _, _ in everyone])
+    everyone = comm.exchange((mine, comm.coords.get("dp", 0), rows, problem, ready), site="call")
+    raise_first([theirs for _, _, _, theirs, _ in everyone], problem)
+    first_difference([theirs for theirs, *_ in everyone])
     first: dict[int, tuple[int, int]] = {}
-    for rank, (_, data, digested, _) in enumerate(everyone):
+    for rank, (_, data, digested, _, _) in enumerate(everyone):
         other, known = first.setdefault(data, (rank, digested))
         if known != digested:
             raise InputError(
                 f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
                 hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
             ).alike()
+    return all(theirs for *_, theirs in everyone)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

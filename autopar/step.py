@@ -428,10 +428,11 @@ class Step:
                 self._check_values(self._loaded[signature], tensors)
         except AutoparError as error:
             problem = error
-        self._agree_on_call(signature, tensors, problem)
+        known = self._agree_on_call(signature, tensors, problem)
         assert tree is not None
-        if signature in self._loaded:
+        if known:
             return self._loaded[signature]
+        self._loaded.pop(signature, None)  # the model of another rank has changed: all compile, and compare
         loaded = self._get(signature, tree, tensors)
         agree.together(self._comm, lambda: self._check_values(loaded, tensors), "batch")
         return loaded
@@ -464,9 +465,10 @@ class Step:
         kind, begun = signature[0], time.perf_counter()
         self._agree_on_model()
         compiled = agree.together(self._comm, lambda: self._program(signature, tree, tensors), "compile")
-        if self.mesh.size > 1:  # what the ranks run is the same text, whatever their models look like
-            text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
-            agree.compare_ranks(self._comm, {"program": text}, "program")
+        # what the ranks run is the same text, whatever their models look like
+        text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
+        if len(set(self._comm.exchange(text, site="program"))) > 1:
+            agree.compare_ranks(self._comm, {"state of its model": self._followed.told(), "program": text}, "model state")
         run = self._load(compiled)
         if self._train is None:
             self._begin(compiled)
@@ -513,18 +515,18 @@ class Step:
 
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
-    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor], problem: AutoparError | None) -> None:
-        kind, structure, paths, constants, types, state, flags = signature
+    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor], problem: AutoparError | None) -> bool:
+        """Whether every rank has the program of this call."""
+        kind, structure, paths, constants, types, _, flags = signature
         mine = {
             "call": kind,
             "batch shapes": [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)],
             "constant in its batch": constants,
             "structure of its batch": structure,
             "training flag": flags,
-            "state of its model's attributes": state,
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
-        agree.compare_call(self._comm, mine, tensors, problem)
+        return agree.compare_call(self._comm, mine, tensors, problem, signature in self._loaded)
 
     def _agree_on_model(self) -> None:
         """All ranks hold one model and were given the same options. Else InputError on every rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +33,10 @@ class Followed:
             self._read()
         return self._now
 
+    def told(self) -> dict[str, str]:
+        """The plain state by name, to be compared between ranks."""
+        return dict(self._told)
+
     def _changed(self) -> bool:
         for own, key, before in self._plain:
             now = own.get(key)
@@ -55,7 +58,7 @@ class Followed:
         self._parameters: list[tuple[dict[str, Any], str, Tensor, bool]] = []
         self._sizes: list[tuple[dict[str, Any], int]] = []
         self._containers: list[tuple[Any, Any]] = []
-        told: list[Any] = []
+        self._told: dict[str, str] = {}
         flags: list[bool] = []
         seen: set[int] = set()
         for path, module in self._model.named_modules():
@@ -66,37 +69,35 @@ class Followed:
             self._sizes.append((table, len(table)))
             self._containers.append((own["_modules"], dict(own["_modules"])))
             self._containers += [(own[k], dict(own[k])) for k in _HOOKS]
-            told.append(
-                (path, type(module).__qualname__, [[getattr(h, "__qualname__", type(h).__name__) for h in own[k].values()] for k in _HOOKS])
-            )
-            told += self._take(own, seen, 0)
-        text = repr(told).encode()
+            stem = f"{path}." if path else ""
+            hooks = [[getattr(h, "__qualname__", type(h).__name__) for h in own[k].values()] for k in _HOOKS]
+            self._told[stem + "class"] = f"{type(module).__qualname__} {hooks}" if any(hooks) else type(module).__qualname__
+            self._take(stem, own, seen, 0)
+        text = repr(self._told).encode()
         names = tuple(n for n, p in self._model.named_parameters() if p.requires_grad)
         self._now = (zlib.crc32(text), zlib.crc32(bytes(flags)), names)
 
-    def _take(self, own: dict[str, Any], seen: set[int], depth: int) -> Iterator[Any]:
-        """What an object holds as plain data, to be told between ranks; notes it for later looks."""
-        told: list[Any] = []
+    def _take(self, stem: str, own: dict[str, Any], seen: set[int], depth: int) -> None:
+        """Notes what an object holds as plain data."""
         for key, value in own.items():
             if key in TABLES or key == "_modules":
                 continue
             if isinstance(value, _PLAIN):
                 self._plain.append((own, key, value))
                 if key != "training":
-                    told.append((key, type(value).__name__, str(value)))
+                    self._told[stem + key] = repr(value)
             elif type(value) in _CONTAINERS:
                 if id(value) not in seen and _only_plain(value):
                     seen.add(id(value))
                     self._plain.append((own, key, value))
                     if type(value) is not tuple:
                         self._containers.append((value, type(value)(value)))
-                    told.append((key, str(sorted(map(repr, value)) if isinstance(value, set) else value)))
+                    self._told[stem + key] = repr(sorted(value, key=repr) if isinstance(value, set) else value)
             elif depth < _DEPTH and id(value) not in seen and _is_record(value):
                 seen.add(id(value))
                 self._plain.append((own, key, value))
-                told.append((key, type(value).__qualname__, list(self._take(vars(value), seen, depth + 1))))
+                self._take(f"{stem}{key}.", vars(value), seen, depth + 1)
         self._sizes.append((own, len(own)))
-        return iter(told)
 
 
 def _only_plain(value: Any) -> bool:
