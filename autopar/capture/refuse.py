@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,8 @@ from autopar.errors import AutoparError, CaptureError, UnsupportedError
 from autopar.ir.program import Program, Where
 
 _PLAIN = (bool, int, float, complex, str, type(None))
+#: what an attribute may hold things in; torch keeps hooks in an OrderedDict.
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)
 
 
 def check_model(model: nn.Module, grads: bool) -> None:
@@ -127,7 +131,7 @@ class Attributes:
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
         self.saved = {path: dict(vars(module)) for path, module in self.modules.items()}
-        self.contents = {path: {k: type(v)(v) for k, v in own.items() if type(v) in (list, dict, set)} for path, own in self.saved.items()}
+        self.contents = {path: {k: copy.copy(v) for k, v in own.items() if type(v) in _CONTAINERS} for path, own in self.saved.items()}
 
     def restore(self) -> None:
         for path, module in self.modules.items():

@@ -18,10 +18,13 @@ from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import REPLICATE, Placement, Sharding
 from autopar.layout.traffic import bytes_sent
 
+#: steps that send nothing.
+LOCAL = ("slice", "once")
+
 
 @dataclass(frozen=True)
 class Step:
-    """One single-axis change: ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or the local ``slice``."""
+    """One single-axis change: ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``, or the local ``slice`` and ``once``."""
 
     kind: str
     axis: str
@@ -38,20 +41,26 @@ class Step:
 
 
 def step_kind(source: Placement, target: Placement) -> str | None:
-    """Which collective turns one placement into another; None where nothing does (a value is never made partial)."""
+    """Which collective turns one placement into another; None where nothing does.
+
+    A whole value becomes a sum by being there on one rank only (``once``): what is added to an unreduced value waits with it for the sum.
+    """
+    if target.kind == "partial" and target.combine != "sum":
+        return None
     kinds = {
         ("shard", "replicate"): "all_gather",
         ("partial", "replicate"): "all_reduce",
         ("partial", "shard"): "reduce_scatter",
         ("shard", "shard"): "all_to_all",
         ("replicate", "shard"): "slice",
+        ("replicate", "partial"): "once",
     }
     return kinds.get((source.kind, target.kind))
 
 
 def step_bytes(kind: str, local_numel: int, itemsize: int, ranks: int) -> int:
     """Bytes that a rank sends for a step on a local tensor of so many elements."""
-    return 0 if kind == "slice" else bytes_sent(kind, local_numel, itemsize, ranks)
+    return 0 if kind in LOCAL else bytes_sent(kind, local_numel, itemsize, ranks)
 
 
 def _steps(state: Sharding, goal: Sharding, mesh: Mesh) -> Iterator[Step]:
@@ -59,6 +68,8 @@ def _steps(state: Sharding, goal: Sharding, mesh: Mesh) -> Iterator[Step]:
     for axis in mesh.names:
         source = state.on(axis)
         targets = [REPLICATE, *(Placement("shard", a) for a in sorted(wanted))]
+        if goal.on(axis).kind == "partial":
+            targets.append(goal.on(axis))
         for target in targets:
             kind = step_kind(source, target)
             if source == target or kind is None:
@@ -81,7 +92,7 @@ def plan_reshard(source: Sharding, goal: Sharding, mesh: Mesh, itemsize: int = 4
     Args:
         price: seconds of a step by (kind, axis, bytes sent by a rank); default: bytes plus a latency worth 4096 bytes.
 
-    Raises LayoutError where no sequence exists (the goal is partial where the source isn't).
+    Raises LayoutError where no sequence exists (the goal is a maximum over ranks where the source isn't).
     """
     if source == goal:
         return ()
@@ -89,7 +100,7 @@ def plan_reshard(source: Sharding, goal: Sharding, mesh: Mesh, itemsize: int = 4
 
 
 def _default_price(kind: str, axis: str, sent: int) -> float:
-    return 1.0 if kind == "slice" else sent + 4096.0
+    return 1.0 if kind in LOCAL else sent + 4096.0
 
 
 @lru_cache(maxsize=4096)

@@ -126,6 +126,11 @@ def _conversion_fault(local: LocalProgram, node: Node, before: Sharding, after: 
         if stride != args[4] or args[4] * mesh[axis] != before.local_atoms(mesh)[args[2]]:
             return f"{mesh[axis]} pieces of {args[4]} at steps of {stride} are not the whole"
         wanted = REPLICATE, shard(args[2])
+    elif kind == "once":
+        if not isinstance(args[1], Offset) or len(args) != 2 or len(args[1].terms) != 1 or args[1].terms[0][1] != 1:
+            return f"{args[1:]} is not a coordinate"
+        axis = args[1].terms[0][0]
+        wanted = REPLICATE, partial("sum")
     else:
         if len(args[1]) != 1:
             return f"it is over {args[1]}"
@@ -180,7 +185,7 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
     # values that a bucket counts on one rank only: the gradient, and the axes over which it is whole
     once: dict[str, tuple[str, set[str]]] = {}
     for node in final.nodes:
-        if node.op == "autopar.once":
+        if node.op == "autopar.once" and node.name not in local.types:
             once[node.name] = node.refs()[0], {axis for index in node.args[1:] for axis, _ in index.terms}
         if node.op == "autopar.member":
             views[node.name] = node

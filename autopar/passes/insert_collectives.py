@@ -149,6 +149,8 @@ class _Inserter:
             piece = after[target.atom]
             args: tuple[Any, ...] = (Ref(value), before, target.atom, Offset(((axis, piece),)), piece, shape)
             out = self.add("autopar.piece", args, f"{origin}_{axis}", shape, value, at)
+        elif step.kind == "once":
+            out = self.add("autopar.once", (Ref(value), Offset(((axis, 1),))), f"{origin}_{axis}", shape, value, at)
         elif step.kind == "all_reduce":
             out = self.add("comm.all_reduce", (Ref(value), (axis,), source.combine), f"{origin}_{axis}", shape, value, at)
         else:

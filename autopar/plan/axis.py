@@ -16,7 +16,7 @@ from autopar.cost.device import Device
 from autopar.errors import PlanError
 from autopar.ir.program import Node, Program
 from autopar.layout.mesh import Mesh
-from autopar.layout.reshard import step_bytes, step_kind
+from autopar.layout.reshard import LOCAL, step_bytes, step_kind
 from autopar.layout.sharding import REPLICATE, Placement, Sharding
 from autopar.plan.solver import Model
 from autopar.rules import Rules
@@ -105,12 +105,18 @@ def solve(problem: Problem) -> Choice:
             groups[key] = _Group([Strategy((), (p,)) for p in problem.input_choices(i.name)])
         groups[key].members.append(i.name)
         group_of[i.name] = groups[key]
+    # the first layer's backward is often another: only where a layer does all the same may its nodes be counted off against another's
+    done: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for node in program.nodes:
+        done[node.phase, node.region, node.where.module].append(node.op)
+    numbers: dict[tuple[str, ...], int] = {}
+    same = {place: numbers.setdefault(tuple(ops), len(numbers)) for place, ops in done.items()}
     seen: dict[tuple[object, ...], int] = defaultdict(int)
     for n, node in enumerate(program.nodes):
         place = (node.phase, node.region, node.where.module)
         seen[place] += 1
         inputs, outputs = problem.layout[n]
-        key = (*place[:2], wildcard(place[2]), seen[place], node.op, inputs, outputs, str(problem.atoms.rows[n]),
+        key = (*place[:2], wildcard(place[2]), same[place], seen[place], node.op, inputs, outputs, str(problem.atoms.rows[n]),
                tuple(program.types[o].dtype if o else None for o in node.outs))  # fmt: skip
         if key not in groups:
             dims, left = [s.dims for s in (*inputs, *outputs)], [s.local_dims(problem.mesh) for s in (*inputs, *outputs)]
@@ -163,8 +169,8 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     fixed = {i.name for i in program.inputs_of("param")} - problem.loose
     param_of_path = {i.path: i.name for i in program.inputs_of("param")}
 
-    # (producer group, output, consumer, operand) -> how many such edges, and the local bytes of the value
-    counts: dict[tuple[int, int, int, int | str], int] = defaultdict(int)
+    # every value to its uses: (consumer, operand) -> how often it is used so in a step; and the local size of what a producer gives
+    uses: dict[str, dict[tuple[int, int | str], int]] = defaultdict(dict)
     objects: dict[int, _Group] = {}
     shape: dict[tuple[int, int], tuple[int, int]] = {}
     is_fixed: dict[tuple[int, int], bool] = {}
@@ -173,7 +179,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
         member, out = source[value]
         producer = group_of[member]
         objects[id(producer)], objects[id(consumer)] = producer, consumer
-        counts[id(producer), out, id(consumer), operand] += turns
+        uses[value][id(consumer), operand] = max(uses[value].get((id(consumer), operand), 0), turns)
         if (id(producer), out) not in shape:  # members of a group are equal
             sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
             shape[id(producer), out] = math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize
@@ -189,8 +195,14 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
             add(output.value, _SINK if output.kind in ("loss", "buffer") else _ANY, "sink")
 
     tails = {(id(group_of[source[v][0]]), source[v][1]) for v in _gradients(problem)}
+    # values of one producer that are used alike are converted alike: the last of the layers that repeat isn't used as the others are
+    alike: dict[tuple[int, int], dict[frozenset[tuple[tuple[int, int | str], int]], int]] = defaultdict(lambda: defaultdict(int))
+    for value, found in uses.items():
+        member, out = source[value]
+        alike[id(group_of[member]), out][frozenset(found.items())] += 1
+    edges = dict.fromkeys((p_id, out, *use) for (p_id, out), kinds in alike.items() for kind in kinds for use, _ in kind)
     shared: dict[tuple[object, ...], int] = {}
-    for (p_id, out, c_id, operand), count in counts.items():
+    for p_id, out, c_id, operand in edges:
         producer, consumer = objects[p_id], objects[c_id]
         numel, itemsize = shape[p_id, out]
         if consumer is _ANY:
@@ -207,23 +219,30 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
             row = [(c, -1.0) for c in have_columns]
             for want, _ in needs:
                 kind = "keep" if have == want else step_kind(have, want)
-                if kind is None or (is_fixed[p_id, out] and problem.fixed_params and kind not in ("keep", "slice")):
+                if kind is None or (is_fixed[p_id, out] and problem.fixed_params and kind not in ("keep", *LOCAL)):
                     continue
                 flow = model.real()
                 row.append((flow, 1.0))
                 into[want].append(flow)
                 if kind in ("keep", "slice"):
                     continue
-                key = (p_id, out, have, want)
-                if key not in shared:
-                    if operand == "grad" and kind == "all_reduce":
-                        kind = "reduce_scatter"  # the owner needs its part only
+                if operand == "grad" and kind == "all_reduce":
+                    kind = "reduce_scatter"  # the owner needs its part only
+                if kind == "once":  # on the other ranks zeros take its place
+                    seconds = _ONCE + problem.device.seconds(0.0, numel * itemsize)
+                else:
                     piece = numel // ways if have.kind == "shard" else numel
                     seconds = problem.device.comm_seconds(step_bytes(kind, piece, itemsize, ways))
-                    if (p_id, out) in tails and kind == "all_gather":
-                        seconds += _SCATTERED_GRADIENT
-                    shared[key] = model.real(max(count, 1) * seconds * 1e6)
-                model.row([(shared[key], 1.0), (flow, -1.0)], 0.0, math.inf)
+                if (p_id, out) in tails and kind == "all_gather":
+                    seconds += _SCATTERED_GRADIENT
+                for used, count in alike[p_id, out].items():
+                    turns = dict(used)
+                    if (c_id, operand) not in turns:
+                        continue
+                    key = (p_id, out, have, want, kind, used)
+                    if key not in shared:
+                        shared[key] = model.real(max(turns.values()) * count * seconds * 1e6)
+                    model.row([(shared[key], 1.0), (flow, -1.0)], 0.0, math.inf)
             model.row(row, 0.0, 0.0)
         for want, want_columns in needs:
             flows = [(f, 1.0) for f in into[want]]
@@ -246,6 +265,11 @@ def _gradients(problem: Problem) -> set[str]:
 #: seconds added where a gradient is made in pieces of a parameter that isn't cut: a collective more for every such parameter, which only
 #: pays where there is no other way.
 _SCATTERED_GRADIENT = 1e-3
+#: seconds of an op more, whatever its size: a conversion that saves no collective isn't worth one.
+_ONCE = 1e-6
+#: share of an op's bytes that it costs more on unreduced values: where the sum is needed too, both are held; so it waits only if that
+#: saves a collective.
+_UNREDUCED = 0.1
 _SINK = _Group([])  # a value that must end replicated
 _ANY = _Group([])  # a value that may end as it is
 
@@ -272,4 +296,5 @@ def _work(problem: Problem, n: int, option: Strategy, ways: int) -> float:
     if problem.rules[node.op].contraction:
         cut = max((math.prod(s.shape) / max(math.prod(s.local_shape(problem.mesh)), 1) for s in (*inputs, *outputs)), default=1.0)
         flops = 2.0 * math.prod(row.sizes.values()) / cut
-    return problem.device.seconds(flops / share, nbytes / share)
+    waiting = _UNREDUCED * nbytes if any(p.kind == "partial" for p in option.inputs) else 0.0
+    return problem.device.seconds(flops / share, nbytes / share) + problem.device.seconds(0.0, waiting)

@@ -149,6 +149,30 @@ def test_hooks_of_modules_run() -> None:
     check(model, normal(3, 4), lambda o, b: o.square().mean())
 
 
+def test_hooks_that_a_forward_adds_are_added_once() -> None:
+    """Libraries that record outputs add their hooks when the model is first called; every run of the capture is a first one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            seen: list[Tensor] = []
+            if not hasattr(self, "hooked"):
+                self.hooked = True
+                self.lin.register_forward_hook(lambda m, a, o: o * 2)
+            handle = self.lin.register_forward_hook(lambda m, a, o: seen.append(o))
+            loss = self.lin(x).square().mean()
+            handle.remove()
+            return loss, *seen
+
+    model = seeded(Model())
+    program = capture(model, normal(3, 4), loss=lambda output, _: output[0])
+    assert [n.op for n in program.nodes if n.phase == "forward"].count("aten.mul.Tensor") == 1
+    assert not hasattr(model, "hooked") and not vars(model.lin)["_forward_hooks"]
+
+
 def test_hook_on_an_activation_runs() -> None:
     class Model(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

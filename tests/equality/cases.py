@@ -39,7 +39,7 @@ class Model:
     divides: bool = True
 
 
-def _text(generator: torch.Generator, vocab: int, sequence: int = 8) -> dict[str, Tensor]:
+def text(generator: torch.Generator, vocab: int, sequence: int = 8) -> dict[str, Tensor]:
     """Random ids, and labels of which another number counts in every row."""
     ids = torch.randint(vocab, (ROWS, sequence), generator=generator)
     kept = torch.randint(2, sequence + 1, (ROWS, 1), generator=generator)
@@ -56,7 +56,7 @@ def _gpt2(attention: str) -> Model:
         )  # fmt: skip
         return GPT2LMHeadModel(config)
 
-    return Model(f"HF GPT-2 {attention}", build, lambda g: _text(g, 97))
+    return Model(f"HF GPT-2 {attention}", build, lambda g: text(g, 97))
 
 
 def _hf_llama(attention: str) -> Model:
@@ -69,7 +69,7 @@ def _hf_llama(attention: str) -> Model:
         )  # fmt: skip
         return LlamaForCausalLM(config)
 
-    return Model(f"HF Llama {attention}", build, lambda g: _text(g, 96))
+    return Model(f"HF Llama {attention}", build, lambda g: text(g, 96))
 
 
 def _recurrent(kind: str) -> Model:
