@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -23,6 +27,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.effects import with_effects
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
@@ -40,14 +45,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.ir.program import TensorType
 
 __all__ = [
-    "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
+    "TOKENS", "BufferAOTInput", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput",
     "PlainAOTOutput", "ReplaceMode", "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves",
-    "annotate", "argument_position", "compiling", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random", "is_wrapped",
-    "no_mkldnn", "resolve", "takes_dtype", "trace_joint", "tree_flatten", "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
+    "annotate", "argument_position", "compiling", "effect_of", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random",
+    "is_wrapped", "no_mkldnn", "resolve", "takes_dtype", "trace_joint", "tree_flatten",
+    "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
 ]  # fmt: skip
 
 TreeSpec = pytree.TreeSpec
+#: inputs and outputs that only put ops with side effects in order.
+TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTInput, BackwardTokenAOTOutput)
 #: base class of modes that see every ATen call and may answer it with something else: override ``__torch_dispatch__``.
 ReplaceMode = TorchDispatchMode
 
@@ -97,6 +105,15 @@ def resolve(op: str) -> OpOverload:
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     assert isinstance(found, OpOverload)
     return found
+
+
+def effect_of(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
+    """The op with side effects that a node runs, and its arguments; None of any other node. Its results come after a token."""
+    if node.target is not with_effects:
+        return None
+    _, op, *args = node.args
+    assert isinstance(op, OpOverload)
+    return op, tuple(args)
 
 
 def is_random(op: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from autopar.errors import InputError, UnsupportedError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan, as_plan
 from autopar.programs import Options
-from autopar.reference import Trace, plain_steps
+from autopar.reference import Trace, copied, plain_steps
 from autopar.rules import DEFAULT, Rule
 from autopar.runtime.comm import Comm, DistComm
 from autopar.runtime.launch import init as join
@@ -167,13 +166,13 @@ def verify(
 
     tree, tensors = take_batch(batch)
     batch = tree.fill([changed(t) for t in tensors])
-    plain = copy.deepcopy(model)
+    plain = copied(model)
     if wanted is not None:
         plain = plain.to(wanted)
     share: dict[Any, Any] = {}
 
     def rank(comm: Comm) -> Run:
-        step = Step(copy.deepcopy(plain), mesh, comm, options, share)
+        step = Step(copied(plain), mesh, comm, options, share)
         rows, run = step.shard(batch), Run()
         for _ in range(steps):
             run.losses.append(step(rows).clone())
@@ -187,7 +186,7 @@ def verify(
 
     def train(exact: torch.dtype | None) -> Trace:
         return plain_steps(
-            copy.deepcopy(plain), [batch] * steps, loss=loss, optimizer=chosen, clip_grad_norm=clip_grad_norm, seed=seed, exact=exact
+            copied(plain), [batch] * steps, loss=loss, optimizer=chosen, clip_grad_norm=clip_grad_norm, seed=seed, exact=exact
         )
 
     assert runs[0].compiled is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -31,6 +30,7 @@ from autopar.passes.bounds import check_bounds
 from autopar.plan.plan import Plan
 from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims
 from autopar.progress import Progress
+from autopar.reference import copied
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
@@ -276,7 +276,7 @@ class Step:
         """A copy of the model with the current weights, whole. Collective."""
         full = self._whole()
         on_meta = any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
-        out = _filled(self._model) if on_meta else copy.deepcopy(self._model)
+        out = _filled(self._model) if on_meta else copied(self._model)
         named = {**dict(out.named_parameters(remove_duplicate=False)), **dict(out.named_buffers(remove_duplicate=False))}
         with torch.no_grad():
             for name, value in full.items():
@@ -613,7 +613,7 @@ class Step:
 
 def _filled(model: nn.Module) -> nn.Module:
     """A copy of a model on meta with memory on the CPU, ties kept. Floats are NaN, so that what isn't initialised shows."""
-    out = copy.deepcopy(model)
+    out = copied(model)
     names: dict[int, list[str]] = {}
     for name, p in out.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)

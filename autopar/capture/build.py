@@ -152,6 +152,9 @@ class Builder:
             name = self.names.fresh(path if not path[:1].isdigit() else f"batch_{path}")
             made = self.inputs["batch", path] = Input(name, "batch", path)
             self.types[name] = _type(node.meta["val"])
+        elif isinstance(desc, _torch.TOKENS):
+            self.env[node] = None
+            return None
         elif isinstance(desc, _torch.TangentAOTInput):
             if not isinstance(desc.output, PlainAOTOutput) or desc.output.idx != 0:
                 if isinstance(desc.output, InputMutationAOTOutput) and not isinstance(desc.output.mutated_input, BufferAOTInput):
@@ -195,6 +198,9 @@ class Builder:
             return
         phase: Phase = "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward"
         where = self._merge_where(node.all_input_nodes, placed) if _torch.is_accumulation(node) else placed.of(node, phase)
+        if (effect := _torch.effect_of(node)) is not None:
+            self._effect(node, *effect, phase, where)
+            return
         if not isinstance(node.target, _torch.OpOverload):
             raise UnsupportedError(
                 f"{getattr(node.target, '__name__', node.target)} can't be captured", where=str(where),
@@ -241,6 +247,21 @@ class Builder:
             names.append(self._define(stem + _out_name(op, index, isinstance(value, list)), _type(out), node, where))
         self.nodes.append(Node(op, args, tuple(names), tuple(sorted(kwargs.items())), phase, where))
         self.env[node] = tuple(names) if isinstance(value, (tuple, list)) else names[0]
+
+    def _effect(self, node: fx.Node, op: Any, args: tuple[Any, ...], phase: Phase, where: Where) -> None:
+        """A check of what an op on matrices says of itself: who reads its result from here on reads the checked one."""
+        if str(op) != "aten._linalg_check_errors.default":
+            raise UnsupportedError(f"{op} has side effects", where=str(where), why="the step is a graph of values")
+        info, name = self.env[args[0]], args[1]
+        result = next(n for n in self.nodes if info in n.outs).outs[0]
+        made = self._define(f"{result}_checked", self.types[result], node, where)
+        self.nodes.append(Node("autopar.checked", (Ref(result), Ref(info), name, node.kwargs["is_matrix"]), (made,), (), phase, where))
+        for key, held in self.env.items():
+            if held == result:
+                self.env[key] = made
+            elif isinstance(held, tuple):
+                self.env[key] = tuple(made if h == result else h for h in held)
+        self.env[node] = (None, None)
 
     def _define(self, wish: str, type: TensorType, node: fx.Node | None, where: Where) -> str:
         name = self.names.fresh(wish)
@@ -297,7 +318,7 @@ class Builder:
         assert isinstance(flat, (tuple, list))
         for value, desc in zip(flat, node.meta["desc"], strict=True):
             name = self.env[value] if isinstance(value, fx.Node) else None
-            if desc is None and name is None:
+            if isinstance(desc, _torch.TOKENS) or (desc is None and name is None):
                 continue  # the place of a gradient of something that has none
             if isinstance(desc, GradAOTOutput):
                 if isinstance(desc.grad_of, ParamAOTInput) and isinstance(name, str):
@@ -362,7 +383,7 @@ class Builder:
         wanted = {o.value for o in outputs}
         kept: list[Node] = []
         for node in reversed(self.nodes):
-            if wanted.isdisjoint(node.outs) and not _torch.is_random(_torch.resolve(node.op)):
+            if wanted.isdisjoint(node.outs) and (node.op.startswith("autopar.") or not _torch.is_random(_torch.resolve(node.op))):
                 continue
             wanted.update(node.refs())
             kept.append(node)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import annotate
-from autopar.capture.recurrent import LAYERED
+from autopar.capture.rewritten import REWRITTEN
 from autopar.ir.program import Where
 
 #: the key of our annotation in ``node.meta["custom"]``.
@@ -136,7 +136,7 @@ class SourceMode(TorchFunctionMode):
             self.before((args, kwargs), where)
         if func in _MOVES:
             func = Tensor.cpu
-        func = LAYERED.get(func, func)
+        func = REWRITTEN.get(func, func)
         with annotate({KEY: (where.module, where.file, where.line, where.code)}):
             result = func(*args, **kwargs)
         if self.after is not None:

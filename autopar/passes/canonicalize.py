@@ -102,14 +102,91 @@ def _same_if_equal(b: Builder, n: Node) -> Any:
 
 
 def _addmm(b: Builder, n: Node) -> Any:
-    bias, left, right = n.args[:3]
-    product = b.call("aten.mm.default" if n.op == "aten.addmm.default" else "aten.bmm.default", left, right)
-    alpha, beta = n.arg(4, "alpha", 1), n.arg(3, "beta", 1)
-    if alpha != 1:
-        product = b.call("aten.mul.Tensor", product, alpha)
-    if beta != 1:
-        bias = b.call("aten.mul.Tensor", bias, beta)
-    return b.call("aten.add.Tensor", product, bias)
+    return _scaled_sum(b, n, b.call("aten.mm.default" if n.op == "aten.addmm.default" else "aten.bmm.default", *n.args[1:3]))
+
+
+def _scaled_sum(b: Builder, n: Node, product: Ref) -> Ref:
+    """``alpha * product + beta * (what it is added to)``, as ops of the kind of addmm have it."""
+    added, alpha, beta = n.args[0], n.arg(4, "alpha", 1), n.arg(3, "beta", 1)
+    product = product if alpha == 1 else b.call("aten.mul.Tensor", product, alpha)
+    return b.call("aten.add.Tensor", product, added if beta == 1 else b.call("aten.mul.Tensor", added, beta))
+
+
+def _addmv(b: Builder, n: Node) -> Any:
+    return _scaled_sum(b, n, b.call("aten.mv.default", *n.args[1:3]))
+
+
+def _addbmm(b: Builder, n: Node) -> Any:
+    return _scaled_sum(b, n, b.call("aten.sum.dim_IntList", b.call("aten.bmm.default", *n.args[1:3]), (0,)))
+
+
+def _addr(b: Builder, n: Node) -> Any:
+    return _scaled_sum(b, n, b.call("aten.mul.Tensor", b.call("aten.unsqueeze.default", n.args[1], 1), n.args[2]))
+
+
+def _norm(b: Builder, n: Node) -> Any:
+    """The older names of a vector's norm."""
+    order, dim, keep = n.arg(1, "p", 2), n.arg(2, "dim", None), bool(n.arg(3, "keepdim", False))
+    return b.call("aten.linalg_vector_norm.default", n.args[0], 2 if order is None else order, dim if dim else None, keep)
+
+
+def _dist(b: Builder, n: Node) -> Any:
+    return b.call("aten.linalg_vector_norm.default", b.call("aten.sub.Tensor", *n.args[:2]), n.arg(2, "p", 2))
+
+
+def _channel_shuffle(b: Builder, n: Node) -> Any:
+    x, groups = n.args[:2]
+    first, channels, *rest = b.type(x).shape
+    parts = b.call("aten.view.default", x, (first, groups, channels // groups, *rest))
+    return b.call("aten.view.default", b.call("aten.transpose.int", parts, 1, 2), b.type(x).shape)
+
+
+def _places_backward(space: int) -> Rewrite:
+    """The backward of a maximum over ``space`` dims: gradients are added up at their places. Torch's own ops write wherever those say."""
+
+    def rewrite(b: Builder, n: Node) -> Any:
+        grad, x, places = n.args[0], n.args[1], n.args[-1]
+        shape = b.type(x).shape
+        lead, size = shape[:-space], math.prod(shape[-space:])
+        count = math.prod(b.type(grad).shape[-space:])
+        grad, places = (b.call("aten.view.default", v, (*lead, count)) for v in (grad, places))
+        start = b.call("aten.zeros.default", (*lead, size), dtype=b.type(grad).dtype)
+        return b.call("aten.view.default", b.call("aten.scatter_add.default", start, -1, places, grad), shape)
+
+    return rewrite
+
+
+def _unfold_backward(b: Builder, n: Node) -> Any:
+    """Windows may overlap: what each holds is added up where it came from."""
+    grad, shape, dim, size, step = n.args
+    dim = normal_dim(dim, len(shape))
+    last = len(shape)
+    grad = b.call("aten.permute.default", grad, (*range(dim + 1), last, *range(dim + 1, last)))
+    windows = b.type(grad).shape[dim]
+    starts = b.call("aten.mul.Tensor", b.call("aten.arange.default", windows, dtype=torch.int64), step)
+    within = b.call("aten.arange.default", size, dtype=torch.int64)
+    places = b.call("aten.view.default", b.call("aten.add.Tensor", b.call("aten.unsqueeze.default", starts, 1), within), (windows * size,))
+    grad = b.call("aten.view.default", grad, (*shape[:dim], windows * size, *shape[dim + 1 :]))
+    return b.call("aten.index_add.default", b.call("aten.zeros.default", shape, dtype=b.type(grad).dtype), dim, places, grad)
+
+
+def _conj(b: Builder, n: Node) -> Any:
+    """Torch conjugates when a value is read; a program does when it is made."""
+    return b.call("aten._conj_physical.default", n.args[0])
+
+
+def _rot90(b: Builder, n: Node) -> Any:
+    x, turns, (first, second) = n.args[0], n.arg(1, "k", 1) % 4, n.arg(2, "dims", (0, 1))
+    flipped = ((), (second,), (first, second), (first,))[turns]
+    x = b.call("aten.flip.default", x, flipped) if flipped else x
+    return b.call("aten.transpose.int", x, first, second) if turns % 2 else x
+
+
+def _as_strided(b: Builder, n: Node) -> Any:
+    raise UnsupportedError(
+        f"{n.op} can't be split over ranks", where=str(n.where), why="it reads memory by strides, and every rank lays out its own piece",
+        hint="unfold, view, transpose or a slice",
+    )  # fmt: skip
 
 
 def _split(b: Builder, n: Node) -> Any:
@@ -396,6 +473,26 @@ REWRITES: dict[str, Rewrite] = {
     "aten._to_copy.default": _same_if_equal,
     "aten.addmm.default": _addmm,
     "aten.baddbmm.default": _addmm,
+    "aten.addmv.default": _addmv,
+    "aten.addbmm.default": _addbmm,
+    "aten.addr.default": _addr,
+    "aten.norm.Scalar": _norm,
+    "aten.norm.ScalarOpt_dim": _norm,
+    "aten.dist.default": _dist,
+    "aten.channel_shuffle.default": _channel_shuffle,
+    "aten.native_channel_shuffle.default": _channel_shuffle,
+    "aten.unfold_backward.default": _unfold_backward,
+    "aten.adaptive_max_pool2d_backward.default": _places_backward(2),
+    "aten.fractional_max_pool2d_backward.default": _places_backward(2),
+    "aten.adaptive_max_pool3d_backward.default": _places_backward(3),
+    "aten.fractional_max_pool3d_backward.default": _places_backward(3),
+    "aten.max_pool3d_with_indices_backward.default": _places_backward(3),
+    "aten._conj.default": _conj,
+    "aten.resolve_conj.default": _same,
+    "aten.resolve_neg.default": _same,
+    "aten.rot90.default": _rot90,
+    "aten.as_strided.default": _as_strided,
+    "aten.as_strided_scatter.default": _as_strided,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
     "aten.unsafe_split.Tensor": _split,

@@ -30,7 +30,7 @@ def lift(program: Program, precision: str | None) -> Program:
 
     def change(tree: Any) -> Any:
         if isinstance(tree, torch.dtype):
-            return wanted if tree in _FLOATS else tree
+            return wanted if tree in _FLOATS else wanted.to_complex() if tree.is_complex else tree
         if isinstance(tree, tuple):
             return tuple(change(t) for t in tree)
         return tree
@@ -60,6 +60,6 @@ def _untold(node: Node, program: Program) -> bool:
     operands = [program.types[name].dtype for name in node.refs()]
     results = [program.types[out].dtype for out in node.outs if out]
     told = any(isinstance(v, torch.dtype) for v in (*node.args, *(v for _, v in node.kwargs)))
-    if told or not node.op.startswith("aten.") or "where" in node.op or any(t.is_floating_point for t in operands):
+    if told or not node.op.startswith("aten.") or "where" in node.op or any(t.is_floating_point or t.is_complex for t in operands):
         return False
     return any(t in _FLOATS for t in results)

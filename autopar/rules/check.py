@@ -10,6 +10,7 @@ Samples are argument lists in a small language of Python expressions::
     i9[4, 6]     int64 in [0, 9)                  u6[4]       distinct int64 in [0, 6)   b[4]        bool
     f[]          0-dim                            [f[4], f[4]]  a list of tensors        key         the random key of a step
     wide[4, 6]   float64, 5 times as wide         single[4]    float32                   ends6[3]    int32, ends of 3 groups of 6 rows
+    c[4, 6]      complex128                       spd[4, 4]    symmetric and positive    ramp[4, 6]  int32, 1 to 6 in every row
     f64, bool    dtypes
     1, 0.5, None, (2, 3), 'text', name=value, as in Python
 """
@@ -91,13 +92,20 @@ class _Call:
 
 
 def _tensor(kind: str, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
-    match = re.fullmatch(r"(f|wide|single|pos|unit|b|(i|u|ends)\d+)", kind)
+    match = re.fullmatch(r"(f|c|spd|ramp|wide|single|pos|unit|b|(i|u|ends)\d+)", kind)
     if match is None:
         raise RuleError(
-            f"a sample has no tensors of kind {kind!r}", hint="f, wide, pos, unit, b, i9 (ints below 9), u9 (distinct ints below 9)"
+            f"a sample has no tensors of kind {kind!r}", hint="f, c, wide, pos, unit, spd, b, i9 (ints below 9), u9 (distinct ints below 9)"
         )
     if kind == "f":
         return torch.randn(shape, dtype=torch.float64, generator=gen)
+    if kind == "c":
+        return torch.randn(shape, dtype=torch.complex128, generator=gen)
+    if kind == "spd":
+        half = torch.randn(shape, dtype=torch.float64, generator=gen)
+        return half @ half.mT + shape[-1] * torch.eye(shape[-1], dtype=torch.float64)
+    if kind == "ramp":
+        return torch.arange(1, shape[-1] + 1, dtype=torch.int32).expand(shape).contiguous()
     if kind == "single":
         return torch.randn(shape, dtype=torch.float32, generator=gen)
     if kind.startswith("ends"):
@@ -202,7 +210,7 @@ def addends(x: Tensor, ways: int, combine: str, gen: torch.Generator) -> list[Te
     if x.dtype == torch.bool:
         raise _Refuted("a bool can't be partial")
     if combine == "sum":
-        if x.dtype.is_floating_point:
+        if x.dtype.is_floating_point or x.dtype.is_complex:
             parts = [torch.randn(x.shape, dtype=x.dtype, generator=gen) for _ in range(ways - 1)]
         else:
             parts = [torch.randint(1, 4, x.shape, dtype=x.dtype, generator=gen) for _ in range(ways - 1)]
@@ -224,6 +232,8 @@ def _same(got: Tensor, want: Tensor, what: str) -> None:
         raise _Refuted(f"{what} has dtype {got.dtype}, not {want.dtype}")
     if what.startswith("undefined"):
         return
+    if want.dtype.is_complex:
+        got, want = torch.view_as_real(got), torch.view_as_real(want)
     if not want.dtype.is_floating_point:
         if not torch.equal(got, want):
             raise _Refuted(f"{what} differs in {int((got != want).sum())} of {want.numel()} elements")
@@ -418,7 +428,7 @@ def _untried(case: Case) -> Iterator[tuple[str, tuple[Strategy, ...], int]]:
                     yield f"{factor} is whole and could be {kind}", found, ways
     operands = [case.values[r] for r in case.node.refs()]
     numbers = [k for k, x in enumerate(operands) if x.dtype != torch.bool]
-    floats = [k for k, x in enumerate(operands) if x.dtype.is_floating_point]
+    floats = [k for k, x in enumerate(operands) if x.dtype.is_floating_point or x.dtype.is_complex]
     if case.rule.timid_ok:
         return
     sets = [*(frozenset(c) for size in (1, 2) for c in itertools.combinations(numbers, size)), frozenset(floats)]

@@ -18,7 +18,23 @@ def _distance(node: Node, types: Types) -> str:
     return f"* p d, * m d -> * p m ; d: {'sum' if node.args[2] == 1 else 'whole'}"
 
 
+def _trilinear(node: Node, types: Types) -> str:
+    """The product of three tensors, each spread over the dims that it lacks, summed over some."""
+    absent, gone = node.args[3:6], set(node.args[6])
+    rank = len(types[node.refs()[0]].shape) + len(absent[0])
+    terms = [" ".join(f"d{i}" for i in range(rank) if i not in lacks) for lacks in absent]
+    out = " ".join(f"d{i}" for i in range(rank) if i not in gone)
+    return f"{', '.join(terms)} -> {out} ; {', '.join(f'd{i}: sum' for i in sorted(gone))}"
+
+
 RULES = (
+    Rule(
+        "aten._trilinear.default",
+        _trilinear,
+        "each",
+        contraction=True,
+        samples=("f[4, 6], f[2, 6, 8], f[4, 8], (1, 3), (0,), (1, 2), (2, 3)",),
+    ),
     *(Rule(f"aten.{op}.default", "k, k -> ; k: sum", "each", contraction=True, samples=("f[6], f[6]",)) for op in ("dot", "vdot")),
     Rule("aten.mv.default", "m k, k -> m ; k: sum", "each", contraction=True, samples=("f[4, 6], f[6]",)),
     Rule("aten.baddbmm.default", _baddbmm, "0 1 | 0 2", contraction=True, samples=("f[2, 4, 8], f[2, 4, 6], f[2, 6, 8]",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir.program import Node
+from autopar.ir.program import Node, Ref
 from autopar.rules.rule import Local, Rule, Types, letters, normal_dim
 
 
@@ -176,6 +176,47 @@ def _index_add(node: Node, types: Types) -> str:
     return f"{' '.join(names)}, i, {' '.join(source)} -> {' '.join(names)} ; {names[dim]}: whole, i: whole"
 
 
+def _index_fill(node: Node, types: Types) -> str:
+    names = letters(len(types[node.refs()[0]].shape))
+    dim = normal_dim(node.args[1], len(names))
+    value = "," if isinstance(node.args[3], Ref) else ""
+    return f"{' '.join(names)}, i{value} -> {' '.join(names)} ; {names[dim]}: whole, i: whole"
+
+
+def _flat(node: Node, types: Types) -> str:
+    """Places in a tensor as if it were flat: all of it is whole."""
+    source = [f"x{i}" for i in range(len(types[node.refs()[0]].shape))]
+    kinds = [f"{n}: whole" for n in source]
+    if node.op == "aten.take.default":
+        return f"{' '.join(source)}, * -> * ; {', '.join(kinds)}"
+    terms = []
+    for k, name in enumerate(node.refs()[1:]):
+        own = [f"y{k}_{i}" for i in range(len(types[name].shape))]
+        kinds += [f"{n}: whole" for n in own]
+        terms.append(" ".join(own))
+    return f"{' '.join(source)}, {', '.join(terms)} -> {' '.join(source)} ; {', '.join(kinds)}"
+
+
+def _masked_scatter(node: Node, types: Types) -> str:
+    """What is put where depends on how many places before it are masked."""
+    full = letters(len(types[node.outs[0]].shape))
+    mask = " ".join(full[len(full) - len(types[node.refs()[1]].shape) :])
+    source = [f"s{i}" for i in range(len(types[node.refs()[2]].shape))]
+    return f"{' '.join(full)}, {mask}, {' '.join(source)} -> {' '.join(full)} ; {', '.join(f'{n}: whole' for n in [*full, *source])}"
+
+
+def _masked_scatter_backward(node: Node, types: Types) -> str:
+    full = letters(len(types[node.refs()[0]].shape))
+    source = [f"s{i}" for i in range(len(types[node.outs[0]].shape))]
+    kinds = ", ".join(f"{n}: whole" for n in [*full, *source])
+    return f"{' '.join(full)}, {' '.join(full)} -> {' '.join(source)} ; {kinds}"
+
+
+def _searchsorted(node: Node, types: Types) -> str:
+    """One sorted row for all, or a row of its own for each."""
+    return "s, * -> * ; s: whole" if len(types[node.refs()[0]].shape) == 1 else "* s, * v -> * v ; s: whole"
+
+
 _INDEX = ("f[6, 4], [i6[2, 4]]", "f[4, 6, 2], [None, i6[4]]", "f[6, 4, 2], [i6[4], None, i2[4]]", "f[6, 4], [i6[2, 1], i4[4]]")
 _INDEX_PUT = (
     "f[6, 4], [i6[2]], f[2, 4], True",
@@ -200,6 +241,15 @@ RULES = (
                   "f[4, 6], 0, i4[4, 6], f[4, 6], 'amin'", "f[4, 6], 1, i6[4, 4], f[4, 4], 'amax', include_self=False",
                   "f[4, 6], 1, i6[4, 4], f[4, 4], 'mean'")),
     Rule("aten.bucketize.Tensor", "*, edges -> * ; edges: whole", samples=("f[4, 6], f[4]",)),
+    Rule("aten.searchsorted.Tensor", _searchsorted, samples=("f[6], f[4, 6]", "f[4, 6], f[4, 3]")),
+    Rule("aten.take.default", _flat, "0", samples=("f[4, 6], i9[2, 3]",)),
+    Rule("aten.put.default", _flat, "0 2", samples=("f[4, 6], u9[4], f[4]", "f[4, 6], i9[4], f[4], True")),
+    Rule("aten.index_fill.int_Scalar", _index_fill, lambda n, _: "0" if n.args[3] == 0 else "",
+         samples=("f[4, 6], 1, i6[4], 1.5", "f[4, 6], 1, i6[4], 0")),
+    Rule("aten.index_fill.int_Tensor", _index_fill, "0 2", samples=("f[4, 6], 1, i6[4], f[]",)),
+    Rule("aten.index_copy.default", _index_add, "0 2", samples=("f[4, 6], 1, u6[4], f[4, 4]",)),
+    Rule("aten.masked_scatter.default", _masked_scatter, "0 2", samples=("f[4, 6], b[4, 6], f[4, 6]",)),
+    Rule("aten.masked_scatter_backward.default", _masked_scatter_backward, "0", samples=("f[4, 6], b[4, 6], (4, 6)",)),
     Rule("aten.isin.Tensor_Tensor", _isin, samples=("i9[4, 6], i9[2, 2]",)),
     Rule("aten.scatter_add.default", _scatter, "0 2", samples=("f[4, 6], 1, i6[4, 4], f[4, 4]", "f[4, 6], 0, i4[4, 4], f[4, 6]")),
     Rule("aten.index_select.default", _index_select, "0", samples=("f[4, 6], 1, i6[4]",)),

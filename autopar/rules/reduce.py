@@ -18,12 +18,14 @@ def reduced_dims(dims: Any, rank: int) -> set[int]:
     return {normal_dim(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
 
 
-def reduction(kind: str, dim: int | None = 1, keepdim: int | None = 2, empty_is_all: bool = True) -> Callable[[Node, Types], str]:
+def reduction(
+    kind: str, dim: int | None = 1, keepdim: int | None = 2, empty_is_all: bool = True, default: int | None = None
+) -> Callable[[Node, Types], str]:
     """The row of an op that reduces dims; ``dim`` and ``keepdim`` are the positions of these arguments (None: it has none)."""
 
     def row(node: Node, types: Types) -> str:
         rank = len(types[node.refs()[0]].shape)
-        dims = None if dim is None else node.arg(dim, "dim")
+        dims = None if dim is None else node.arg(dim, "dim", default)
         gone = set() if dims == () and not empty_is_all else reduced_dims(dims, rank)
         keep = keepdim is not None and bool(node.arg(keepdim, "keepdim", False))
         names = letters(rank)
@@ -58,6 +60,13 @@ def _topk(node: Node, types: Types) -> str:
     dim = normal_dim(node.arg(2, "dim", -1), rank)
     out = " ".join("k" if i == dim else n for i, n in enumerate(names))
     return f"{' '.join(names)} -> {out}, {out} ; {names[dim]}: whole, k: whole"
+
+
+def _renorm(node: Node, types: Types) -> str:
+    """Each slice along one dim is scaled by its own norm."""
+    names = letters(len(types[node.refs()[0]].shape))
+    kept = normal_dim(node.args[2], len(names))
+    return f"{' '.join(names)} -> {' '.join(names)} ; {', '.join(f'{n}: whole' for i, n in enumerate(names) if i != kept)}"
 
 
 def _histogram(node: Node, types: Types) -> str:
@@ -110,6 +119,10 @@ RULES = (
     Rule("aten.min.dim", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True")),
     Rule("aten.argmax.default", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True", "f[4, 6]")),
     Rule("aten.argmin.default", reduction("whole"), samples=("f[4, 6], 1", "f[4, 6], 0, True", "f[4, 6]")),
+    Rule("aten.aminmax.default", reduction("whole", 99, 99), samples=("f[4, 6], dim=1", "f[4, 6], dim=0, keepdim=True")),
+    Rule("aten.nansum.default", reduction("sum"), timid_ok="it is linear only where all addends are finite",
+         samples=("f[4, 6], (1,)", "f[4, 6]")),
+    Rule("aten.trace.default", "n m -> ; n: whole, m: whole", "0", samples=("f[4, 6]",)),
     Rule("aten.prod.default", reduction("whole", None, None), samples=("f[4, 6]",)),
     Rule("aten.prod.dim_int", reduction("whole"), samples=("f[4, 6], 1",)),
     # any is a max and all a min, but collectives don't combine bools
@@ -124,7 +137,10 @@ RULES = (
     Rule("aten.std.correction", reduction("whole"), samples=("f[4, 6], (1,), correction=1", "f[4, 6]")),
     Rule("aten.median.default", reduction("whole", None, None), samples=("f[4, 6]",)),
     Rule("aten.median.dim", reduction("whole"), samples=("f[4, 6], 1",)),
-    Rule("aten.mode.default", reduction("whole"), samples=("i3[4, 6], 1",)),
+    Rule("aten.mode.default", reduction("whole", default=-1), samples=("i3[4, 6], 1", "i3[4, 6]")),
+    Rule("aten.kthvalue.default", reduction("whole", 2, 3, default=-1), samples=("f[4, 6], 2", "f[4, 6], 3, 0, True")),
+    Rule("aten.nanmedian.default", reduction("whole", None, None), samples=("f[4, 6]",)),
+    Rule("aten.nanmedian.dim", reduction("whole"), samples=("f[4, 6], 1",)),
     *(
         Rule(f"aten.{op}.default", _loss, samples=(f"{args}, 0", f"{args}, 1", f"{args}, 2"))
         for op, args in (
@@ -153,6 +169,8 @@ RULES = (
          samples=("f[4, 6], 1", "f[4, 6], 0", "b[4, 6], 0", "wide[4, 6], 0, dtype=i64")),
     Rule("aten.cumprod.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
     Rule("aten.cummax.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
+    Rule("aten.cummin.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
+    Rule("aten.renorm.default", _renorm, samples=("f[4, 6, 2], 2, 1, 1.0",)),
     Rule("aten.logcumsumexp.default", whole_dims(dim_at(1)), samples=("f[4, 6], 1",)),
     Rule("aten.topk.default", _topk, samples=("f[4, 6], 2", "f[4, 6], 2, 0")),
     Rule("aten.histc.default", _histogram, samples=("f[4, 6], 4, -1, 1", "f[12], 4")),

@@ -349,6 +349,36 @@ def _unfold(node: Node, types: Types) -> str:
     return f"{' '.join(names)} -> {' '.join(out)} w ; {names[dim]}: whole, y: whole, w: whole"
 
 
+def _diag_embed(node: Node, types: Types) -> str:
+    """The last dim becomes the diagonal of two; another diagonal than the main one lengthens them."""
+    rank = len(types[node.outs[0]].shape)
+    a, b = sorted(normal_dim(node.arg(k, f"dim{k - 1}", k - 4), rank) for k in (2, 3))
+    names = letters(rank - 2)
+    out = list(names)
+    out.insert(a, "r")
+    out.insert(b, "c")
+    return f"{' '.join(names)} x -> {' '.join(out)} ; x: whole, r: whole, c: whole"
+
+
+def _diagonal_scatter(node: Node, types: Types) -> str:
+    rank = len(types[node.outs[0]].shape)
+    names = letters(rank)
+    a, b = (normal_dim(node.arg(k, f"dim{k - 2}", k - 3), rank) for k in (3, 4))
+    full = " ".join(names)
+    part = " ".join(n for i, n in enumerate(names) if i not in (a, b))
+    return f"{full}, {part} y -> {full} ; {names[a]}: whole, {names[b]}: whole, y: whole"
+
+
+def _blocks(node: Node, types: Types) -> str:
+    """Blocks along a diagonal; a vector is a row and a number a block of one."""
+    terms, kinds = [], ["r: whole", "c: whole"]
+    for k, name in enumerate(node.refs()):
+        own = [f"x{k}_{i}" for i in range(len(types[name].shape))]
+        kinds += [f"{n}: whole" for n in own]
+        terms.append(" ".join(own))
+    return f"{', '.join(terms)} -> r c ; {', '.join(kinds)}"
+
+
 RULES = (
     *(
         Rule(f"aten.{op}", _view, "moves", shape_arg=1, samples=("f[4, 6, 8], (24, 8)", "f[24, 8], (4, 6, 8)", "f[4, 12], (4, 3, 4)"))
@@ -384,6 +414,11 @@ RULES = (
     Rule("aten.diagonal.default", _diagonal, "moves", samples=("f[4, 6, 6], 0, 1, 2", "f[4, 4]")),
     Rule("aten.diagonal_backward.default", _diagonal_backward, "moves", shape_arg=1,
          samples=("f[4, 6], (4, 6, 6), 0, 1, 2", "f[4], (4, 6), 0, 0, 1")),
+    Rule("aten.diag_embed.default", _diag_embed, "0", samples=("f[4, 6]", "f[4, 6], 1, 0, 2")),
+    Rule("aten.diagonal_scatter.default", _diagonal_scatter, "moves", samples=("f[4, 6, 6], f[4, 6], 0, 1, 2",)),
+    Rule("aten.block_diag.default", _blocks, lambda n, _: " ".join(map(str, range(len(n.refs())))), samples=("[f[4, 6], f[2, 3]]",)),
+    Rule("aten.view_as_real.default", "* -> * two ; two: whole", "0", samples=("c[4, 6]",)),
+    Rule("aten.view_as_complex.default", "* two -> * ; two: whole", "0", samples=("f[4, 6, 2]",)),
     Rule("aten.glu.default", _glu, samples=("f[4, 12]", "f[4, 8, 6], 1")),
     Rule("aten.glu_backward.default", _glu_backward, "0", samples=("f[4, 6], f[4, 12], -1",)),
     Rule("aten.pixel_shuffle.default", _pixel_shuffle, "moves", samples=("f[4, 12, 4, 6], 2",)),

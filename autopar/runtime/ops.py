@@ -15,7 +15,7 @@ from autopar.errors import InputError
 from autopar.runtime import random
 
 __all__ = [
-    "arange", "bernoulli", "dropout", "embedding", "embedding_backward", "keep", "normal", "pick", "randint", "tril", "triu",
+    "arange", "bernoulli", "checked", "dropout", "embedding", "embedding_backward", "keep", "normal", "pick", "randint", "tril", "triu",
     "uniform", "unpick",
 ]  # fmt: skip
 
@@ -157,6 +157,22 @@ def pack(pieces: Sequence[Tensor], numel: int) -> Tensor:
     """Pieces one after the other in a flat tensor of ``numel`` elements, zeros at the end."""
     flat = torch.cat([p.reshape(-1) for p in pieces])
     return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+
+
+def checked(x: Tensor, info: Tensor, name: str, matrices: bool) -> Tensor:
+    """``x`` as it is, where ``info``, the codes of an op on matrices (those of a batch are the first dims of ``x``), has no failure.
+
+    Raises InputError on a failure. Compiled code, and tensors without data, have no values to look at; there what failed becomes nan.
+    """
+    if torch.compiler.is_compiling() or type(info) is not Tensor:
+        return torch.where(info.reshape(*info.shape, *(1 for _ in x.shape[info.dim() :])) == 0, x, torch.nan)
+    if bool(info.any()):
+        code = info[info != 0].flatten()[0].item()
+        raise InputError(
+            f"{name} failed on {int((info != 0).sum())} of {info.numel()} matrices of this rank",
+            why=f"the first code is {code}: a zero on the diagonal (not invertible), a leading part that isn't positive, or no convergence",
+        )
+    return x
 
 
 def microbatch(x: Tensor, dim: int, outer: int, count: int, index: int) -> Tensor:

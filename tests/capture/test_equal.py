@@ -13,6 +13,9 @@ from torch.nn.utils import parametrizations
 
 from autopar.capture import capture, rebuild_output
 from autopar.capture.interpret import run
+from autopar.capture.refuse import check_random
+from autopar.compare import plain_ops
+from autopar.errors import InputError, UnsupportedError
 from autopar.ir.program import Program
 from autopar.ir.text import show_program
 from tests.capture import toys
@@ -107,6 +110,60 @@ def test_loss_in_a_dict_and_outputs_that_carry_no_gradient() -> None:
     program = check(seeded(Model(4, 2)), normal(3, 4))
     outputs = {o.path: o.value for o in program.outputs_of("output")}
     assert outputs["y"] == outputs["same"] and outputs["in"] == next(program.inputs_of("batch")).name
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_multilabel_margin_loss(reduction: str) -> None:
+    """Torch's own tracing of it counts labels behind the first -1."""
+    labels = torch.tensor([[3, 0, -1, 1], [1, -1, 2, 3], [-1, 0, 1, 2], [0, 1, 2, 3], [2, 2, -1, 0]])
+    check(seeded(nn.Linear(4, 4)), normal(5, 4), lambda y, _: F.multilabel_margin_loss(y, labels, reduction=reduction).pow(2).sum())
+    check(seeded(nn.Linear(4, 4)), normal(4), lambda y, _: F.multilabel_margin_loss(y, labels[0], reduction=reduction).pow(2).sum())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 2, -1])
+def test_embedding_bags(mode: str, padding: int | None) -> None:
+    ids = torch.tensor([[1, 2, 2, 5], [0, 5, 1, 1], [2, 2, 2, 2], [3, 5, 5, 2]])
+    check(seeded(nn.EmbeddingBag(6, 3, mode=mode, padding_idx=padding)), ids, lambda y, _: y.pow(3).sum())
+    if mode != "max":
+        offsets = torch.tensor([0, 3, 3, 9])
+        check(seeded(nn.EmbeddingBag(6, 3, mode=mode, padding_idx=padding)), (ids.flatten(), offsets), lambda y, _: y.pow(3).sum())
+    if mode == "sum":
+        check(seeded(nn.EmbeddingBag(6, 3, mode=mode)), {"input": ids, "per_sample_weights": normal(4, 4)}, lambda y, _: y.pow(3).sum())
+
+
+def spd(y: Tensor) -> Tensor:
+    return y @ y.mT + torch.eye(y.shape[-1], dtype=y.dtype)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: torch.linalg.inv(spd(y)),
+        lambda y: torch.linalg.cholesky(spd(y)),
+        lambda y: torch.linalg.solve(spd(y), y),
+        lambda y: torch.linalg.solve(spd(y), y[..., 0]),
+        lambda y: torch.linalg.matrix_power(spd(y), -2),
+        lambda y: torch.linalg.lu_solve(*torch.linalg.lu_factor(spd(y)), y),
+        lambda y: torch.cholesky_solve(y, torch.linalg.cholesky(spd(y))),
+    ],
+)
+def test_solvers_keep_their_checks(use: Any) -> None:
+    model = seeded(nn.Linear(4, 4))
+    program = capture(model, normal(3, 4, 4), loss=lambda y, _: use(y).square().sum())
+    assert any(n.op == "autopar.checked" for n in program.nodes)
+    results = run(program, values_of(program, model, normal(3, 4, 4)), plain_ops())
+    want = use(model(normal(3, 4, 4))).square().sum()
+    want.backward()
+    toys.assert_close(results["loss"], want.detach(), "loss")
+    toys.assert_close(results["grad weight"], model.weight.grad, "weight")
+
+
+def test_a_solver_that_fails_raises() -> None:
+    model = seeded(nn.Linear(4, 4))
+    program = capture(model, normal(3, 4, 4), loss=lambda y, _: torch.linalg.cholesky(-spd(y)).square().sum())
+    with pytest.raises(InputError, match="linalg.cholesky failed on 3 of 3 matrices"):
+        run(program, values_of(program, model, normal(3, 4, 4)), plain_ops())
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
@@ -398,9 +455,6 @@ def test_recurrent_layers_with_dropout_equal_torchs(layer: str, batch_first: boo
 
 
 def test_a_random_op_that_tracing_loses_is_refused() -> None:
-    from autopar.capture.refuse import check_random
-    from autopar.errors import UnsupportedError
-
     graph = torch.fx.symbolic_trace(nn.Linear(2, 2))
     check_random(graph, 0)
     with pytest.raises(UnsupportedError, match="runs 2 random ops in its forward, of which 0 were traced"):

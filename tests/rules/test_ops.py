@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.errors import InputError
 from autopar.runtime import ops
 from autopar.runtime.random import step_key
 
@@ -70,10 +71,18 @@ def test_triangles_of_pieces() -> None:
             assert torch.equal(torch.cat(rows), getattr(x, name)(diagonal))
 
 
+def test_checked_lets_through_and_raises() -> None:
+    x, good = randn(3, 2, 2), torch.zeros(3, dtype=torch.int32)
+    assert ops.checked(x, good, "linalg.inv", True) is x
+    with pytest.raises(InputError, match=r"linalg.inv failed on 1 of 3 matrices of this rank\n  why: the first code is 2"):
+        ops.checked(x, torch.tensor([0, 2, 0], dtype=torch.int32), "linalg.inv", True)
+
+
 KEY = step_key(3, 4)
 INDEX = torch.tensor([0, 5, 9])
 ATOMS = ((4, 6), (0, 6), (12, 1))
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
+    "checked": (ops.checked, (randn(3, 2, 2), torch.zeros(3, dtype=torch.int32), "linalg.inv", True)),
     "embedding": (ops.embedding, (randn(4, 3), INDEX, 4)),
     "embedding_backward": (ops.embedding_backward, (randn(3, 4), INDEX, -1, 4, 4)),
     "pick": (ops.pick, (randn(3, 4), INDEX, 1, 4)),
