@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture import copied
 from autopar.capture.tree import take_batch
 from autopar.compare import Report, Run, compare
 from autopar.cost.device import GENERIC
@@ -17,7 +18,7 @@ from autopar.errors import InputError, UnsupportedError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan, as_plan
 from autopar.programs import Options
-from autopar.reference import Trace, copied, plain_steps
+from autopar.reference import Trace, plain_steps
 from autopar.rules import DEFAULT, Rule
 from autopar.runtime.comm import Comm, DistComm
 from autopar.runtime.launch import init as join

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,6 @@ from autopar.capture.source import Modules
 from autopar.capture.tree import take_batch
 from autopar.passes.canonicalize import stem_of
 from autopar.runtime.random import REPLACEMENTS, site, step_key
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy. What a forward computed and a module keeps (the older weight norm keeps its weight) is copied without its graph."""
-    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf)
-    return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept})
 
 
 class ReplaceRandom(ReplaceMode):

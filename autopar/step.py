@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import agree
-from autopar.capture import rebuild_output
+from autopar.capture import copied, rebuild_output
 from autopar.capture.follow import Followed
 from autopar.capture.tree import BatchTree, take_batch
 from autopar.codegen.emit import emit
@@ -30,7 +30,6 @@ from autopar.passes.bounds import check_bounds
 from autopar.plan.plan import Plan
 from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims
 from autopar.progress import Progress
-from autopar.reference import copied
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
@@ -499,9 +498,7 @@ class Step:
             shown = sys.stderr if self._options.progress and self._comm.rank == 0 else None
             progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
             options = replace(self._options, plan=self._plan)
-            share[signature] = compile_step(
-                self._model, self.mesh, options, tree, tensors, signature[0], groups, self._train, progress
-            )
+            share[signature] = compile_step(self._model, self.mesh, options, tree, tensors, signature[0], groups, self._train, progress)
         return share[signature]
 
     def _load(self, compiled: Compiled) -> Executable:

@@ -101,6 +101,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], Callable[[], Callable[..., Any]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name: str) -> None:
     torch.manual_seed(0)
