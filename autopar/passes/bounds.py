@@ -106,7 +106,7 @@ class Bound:
             wrong = wrong[wrong != self.ignored]
         raise InputError(
             f"batch input {self.path!r} holds {wrong[0].item()}, which is out of range", where=self.where,
-            why=f"{self.words}: {self.low} to {self.high - 1}; {wrong.numel()} numbers are outside", hint="ids and labels count from 0",
+            why=f"{self.words}: {self.low} to {self.high - 1}", hint="ids and labels count from 0",
         )  # fmt: skip
 
     def _fits(self, t: Tensor) -> bool:

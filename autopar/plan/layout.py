@@ -246,9 +246,23 @@ def _held_placements(program: Program, atoms: Atoms, held: Mapping[str, str], ax
     return out
 
 
+def _check_ties(program: Program, pins: Mapping[str, str]) -> None:
+    """Of two pins that match a name the later wins; two names of one tied parameter, pinned each by itself, must agree."""
+    for i in program.inputs_of("param"):
+        named = {glob: {p for p in (i.path, *i.aliases) if fnmatchcase(p, glob)} for glob in pins} if i.aliases else {}
+        for first, names in named.items():
+            for second, others in named.items():
+                if names - others and others - names and pins[first] != pins[second]:
+                    raise PlanError(
+                        f"the pins {first!r}: {pins[first]!r} and {second!r}: {pins[second]!r} contradict each other",
+                        why=f"{min(names)} and {min(others)} are one tied parameter", hint="pin one of them",
+                    )  # fmt: skip
+
+
 def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis: str, size: int) -> dict[str, Placement]:
     """Placements on one axis that a user's pins ask for, by input name. Raises PlanError for pins that match nothing or can't hold."""
     out: dict[str, Placement] = {}
+    _check_ties(program, pins)
     for glob, text in pins.items():
         unknown = [a for _, a in (part.split("@", 1) for part in text.split(",") if "@" in part) if a.strip() != "tp"]
         if unknown:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import parallelize
+from autopar.errors import InputError
 from autopar.layout.mesh import Mesh
 from autopar.step import Step
 
@@ -93,6 +94,27 @@ def outcome(kind: str, mesh: str, options: dict[str, Any]) -> tuple[str, str, fl
         return "losses", str(train(kind, mesh, **options)), time.monotonic() - begun
     except Exception as error:  # noqa: BLE001 (told to the test)
         return type(error).__name__, str(error), time.monotonic() - begun
+
+
+def bad_input() -> list[str]:
+    """What ranks say to meshes and rows that can't be, between steps that work."""
+    said, rank = [], dist.get_rank()
+    step = made("dp=2")
+    rows = step.shard((torch.arange(8), torch.arange(8).flip(0)))
+    for mesh in ("dp=4", ("dp=2", "tp=2")[rank]):
+        try:
+            made(mesh)
+        except InputError as error:
+            said.append(str(error))
+        said.append(str(float(step(rows))))
+    for changed in (rows[0] + 16, rows[0][:2]):
+        try:
+            step((changed if rank == VICTIM else rows[0], rows[1]))
+        except InputError as error:
+            said.append(str(error))
+        said.append(str(float(step(rows))))
+    step.close()
+    return said
 
 
 def worker(kind: str, mesh: str) -> list[float]:

@@ -68,6 +68,16 @@ def test_ranks_that_vanish(procs: Pools, kind: str, mesh: str) -> None:
     check(procs, kind, mesh)
 
 
+def test_bad_input_loses_nothing(procs: Pools) -> None:
+    first, second = procs(2).run(jobs.bad_input)
+    assert first == second
+    texts, losses = first[::2], [float(x) for x in first[1::2]]
+    wanted = ("the mesh dp=4 has 4 ranks, but 2 processes were launched", "rank 1 has the mesh tp=2, rank 0 dp=2",
+              "rank 1: batch input '0' holds 20, which is out of range", "rank 1 has another batch shapes than rank 0")  # fmt: skip
+    assert all(text.startswith(begin) for text, begin in zip(texts, wanted, strict=True)), texts
+    assert all(a > b for a, b in zip(losses, losses[1:], strict=False))
+
+
 def test_slow_is_no_failure(procs: Pools) -> None:
     found = procs(2).run(jobs.outcome, "slow", "tp=2", {})
     assert [name for name, _, _ in found] == ["losses"] * 2 and found[0][1] == found[1][1]
