@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from autopar.compare import Report, Run, compare
 from autopar.cost.device import GENERIC
 from autopar.errors import InputError, UnsupportedError
 from autopar.layout.mesh import Mesh
+from autopar.plan.cache import as_cache
 from autopar.plan.plan import Plan, as_plan
 from autopar.programs import Options
 from autopar.reference import Trace, plain_steps
@@ -46,6 +47,7 @@ def parallelize(
     rules: Iterable[Rule] = (),
     progress: bool = True,
     timeout: float | None = None,
+    cache: str | Path | MutableMapping[str, str] | None = None,
 ) -> Step:
     """Turns the training step of a plain model into the program of this rank on a mesh.
 
@@ -66,13 +68,15 @@ def parallelize(
         progress: compiling that takes more than two seconds says on rank 0's stderr what it does; False is quiet.
         timeout: seconds that a rank waits for another one; default the process group's, 600 where there was none yet. A rank that failed
             or ended is noticed within seconds; this limits one that hangs.
+        cache: a folder, or a dict that several steps share, which keeps the layouts that were chosen. The model is captured all the same;
+            an entry is used for an equal program, mesh, plan and versions, and ``step.reports`` says what became of it.
 
     Raises:
         AutoparError: the kinds in ``autopar.errors``; the same text on every rank.
     """
     mesh = as_mesh(mesh)
     options = make_options(loss, optimizer, plan, precision, batch_dim, init, clip_grad_norm, seed, backend, rules)
-    options = replace(options, progress=progress)
+    options = replace(options, progress=progress, cache=as_cache(cache))
     check_mesh(mesh)
     if timeout is not None and (isinstance(timeout, (bool, str)) or not timeout > 0):
         raise InputError(f"timeout={timeout!r} is not a time", hint="a positive number of seconds, or None")

@@ -25,6 +25,7 @@ from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
+from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
 from autopar.progress import Progress
@@ -74,6 +75,7 @@ def compile_program(
     draw: random.Random | None = None,
     title: str = "",
     progress: Progress | None = None,
+    cache: Cache | None = None,
 ) -> Compiled:
     """Compiles a captured program for a mesh.
 
@@ -83,6 +85,7 @@ def compile_program(
         like: an earlier compilation whose parameters stay where they are and whose buckets are kept (another shape, or evaluation).
         draw: draw a random legal layout instead of choosing one: for tests.
         progress: is told of every stage.
+        cache: layouts chosen before.
     """
     progress = progress or Progress()
     progress.at("canonicalize")
@@ -96,35 +99,50 @@ def compile_program(
     split = split_microbatches(program, rules, batch_dims, count)
     check_program(split)
     atoms = analyse(split, rules, batch_dims, count)
+    bounds = find_bounds(captured)
+
+    def realize(layout: Layout) -> Compiled:
+        progress.at("insert")
+        local = insert_collectives(split, atoms, layout, mesh, rules)
+        progress.at("check")
+        check_local(local)
+        check_placements(local, split, atoms)
+        progress.at("buckets")
+        trained = any(True for _ in split.outputs_of("grad"))
+        buckets: tuple[Bucket, ...]
+        if like is None:
+            buckets = make_buckets(local, groups or {}, plan.buckets or CAP)
+        else:
+            buckets = _same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
+        zero = 1 if plan.zero is None else plan.zero
+        final = fuse(bucketize(local, buckets, zero))
+        progress.at("check")
+        check_local(final)
+        check_buckets(final, local)
+        progress.at("emit")
+        module = emit(final, title)
+        spec = _spec(final, local, module, buckets, zero)
+        return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=bounds)
+
     progress.at("plan")
     if draw is not None:
-        layout = random_layout(split, atoms, rules, mesh, draw)
-    else:
-        held = plan.parameters if like is None else {**{p: str(s) for p, s in _shardings(like).items()}}
-        layout = choose(
-            split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device, at=progress.at
-        )
-    progress.at("insert")
-    local = insert_collectives(split, atoms, layout, mesh, rules)
-    progress.at("check")
-    check_local(local)
-    check_placements(local, split, atoms)
-    progress.at("buckets")
-    trained = any(True for _ in split.outputs_of("grad"))
-    buckets: tuple[Bucket, ...]
-    if like is None:
-        buckets = make_buckets(local, groups or {}, plan.buckets or CAP)
-    else:
-        buckets = _same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
-    zero = 1 if plan.zero is None else plan.zero
-    final = fuse(bucketize(local, buckets, zero))
-    progress.at("check")
-    check_local(final)
-    check_buckets(final, local)
-    progress.at("emit")
-    module = emit(final, title)
-    spec = _spec(final, local, module, buckets, zero)
-    return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=find_bounds(captured))
+        return realize(random_layout(split, atoms, rules, mesh, draw))
+    held = (plan.parameters if like is None else {p: str(s) for p, s in _shardings(like).items()}) or {}
+    key: Key | None = None
+    if cache is not None:
+        further = {"groups": sorted((groups or {}).items()), "title": title, "buckets": like.spec.buckets if like is not None else None}
+        key = cache.key(lambda: key_of(split, rules, mesh, plan, batch_dims, device, held, further))
+        kept = cache.find(key, split, atoms, mesh)
+        if kept is not None and (made := cache.tried(key, kept, realize, lambda made: made.module.source)) is not None:
+            return made
+        progress.at("plan")
+    layout = choose(
+        split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device, at=progress.at
+    )
+    made = realize(layout)
+    if cache is not None:
+        cache.keep(key, layout, split, mesh, made.module.source)
+    return made
 
 
 def _overruled(captured: Program) -> torch.dtype | None:

@@ -18,6 +18,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Output, Program, Ref
 from autopar.layout.mesh import Mesh
 from autopar.passes.canonicalize import canonicalize
+from autopar.plan.cache import Cache
 from autopar.plan.plan import Plan
 from autopar.progress import Progress
 from autopar.rules import Rules
@@ -42,6 +43,7 @@ class Options:
     rules: Rules
     device: Device = GENERIC
     progress: bool = True
+    cache: Cache | None = None
 
 
 def compile_step(
@@ -88,6 +90,7 @@ def compile_step(
         compiled = compile_program(
             captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
             device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.", progress=progress,
+            cache=options.cache,
         )  # fmt: skip
     return replace(compiled, seconds=progress.seconds)
 

@@ -499,6 +499,8 @@ class Step:
             progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
             options = replace(self._options, plan=self._plan)
             share[signature] = compile_step(self._model, self.mesh, options, tree, tensors, signature[0], groups, self._train, progress)
+            if options.cache is not None:
+                self.reports += options.cache.take_reports()
         return share[signature]
 
     def _load(self, compiled: Compiled) -> Executable:
