@@ -196,10 +196,12 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
 
     tails = {(id(group_of[source[v][0]]), source[v][1]) for v in _gradients(problem)}
     # values of one producer that are used alike are converted alike: the last of the layers that repeat isn't used as the others are
-    alike: dict[tuple[int, int], dict[frozenset[tuple[tuple[int, int | str], int]], int]] = defaultdict(lambda: defaultdict(int))
+    alike: dict[tuple[int, int], dict[tuple[tuple[tuple[int, int | str], int], ...], int]] = defaultdict(lambda: defaultdict(int))
+    order = {key: k for k, key in enumerate(objects)}  # no addresses: every rank must ask the solver the same
     for value, found in uses.items():
         member, out = source[value]
-        alike[id(group_of[member]), out][frozenset(found.items())] += 1
+        used = tuple(sorted(found.items(), key=lambda use: (order[use[0][0]], str(use[0][1]))))
+        alike[id(group_of[member]), out][used] += 1
     edges = dict.fromkeys((p_id, out, *use) for (p_id, out), kinds in alike.items() for kind in kinds for use, _ in kind)
     shared: dict[tuple[object, ...], int] = {}
     for p_id, out, c_id, operand in edges:

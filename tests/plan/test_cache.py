@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +31,8 @@ from models import gpt
 
 MESH = "dp=2,tp=2"
 AUTO = Plan()
+MANY = Plan(sequence=True, microbatches=2, zero=0)
+ROOT = Path(__file__).parent.parent.parent
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -72,7 +77,7 @@ def without_choosing() -> AbstractContextManager[Any]:
     return mock.patch.object(compiler, "choose", side_effect=AssertionError("chosen again"))
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(sequence=True, microbatches=2, zero=0)])
+@pytest.mark.parametrize("plan", [Plan(), MANY])
 @pytest.mark.parametrize("kind", ["folder", "mapping"])
 def test_an_entry_gives_the_same_text(kind: str, plan: Plan, tmp_path: Path) -> None:
     held = as_cache(tmp_path / "cache" if kind == "folder" else {})
@@ -85,6 +90,18 @@ def test_an_entry_gives_the_same_text(kind: str, plan: Plan, tmp_path: Path) -> 
     assert "the layout is that of the entry" in report
     assert again.source() == first.source() == run(None, plan=plan).source()
     assert again.table() == first.table() and again.plan == first.plan
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_every_process_finds_the_same(seed: str) -> None:
+    """Keys and texts depend on no order of a set and on no address: ranks choose alike, and find what others kept."""
+    code = "from tests.plan.test_cache import *; e = {}; print(run(as_cache(e), plan=MANY).source(), *e, sep=chr(10))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    entries: dict[str, str] = {}
+    assert done.stdout.splitlines() == [*run(as_cache(entries), plan=MANY).source().splitlines(), "", *entries]
 
 
 #: what may change, and the argument or the patch that changes it.
