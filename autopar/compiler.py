@@ -25,6 +25,7 @@ from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
+from autopar.passes.unsort import unsort
 from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
@@ -91,7 +92,7 @@ def compile_program(
     progress.at("canonicalize")
     lifted = lift(captured, precision)
     overruled = _overruled(captured) if precision is not None else None
-    program = canonicalize(lifted)
+    program = unsort(canonicalize(lifted), rules)
     progress.at("check")
     check_program(program)
     progress.at("analyse")

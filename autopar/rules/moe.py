@@ -1,13 +1,38 @@
 """Rows of products of groups of rows with a matrix each, as mixtures of experts use them.
 
-Where a group of rows ends is data, so rows and groups are whole; what goes in and out of an expert may be cut.
+Where a group of rows ends is data, so rows and groups are whole; what goes in and out of an expert may be cut. Where every row says which
+expert is its own, rows may be cut as well, and experts too.
 """
 
 from __future__ import annotations
 
-from autopar.rules.rule import Rule
+from dataclasses import replace
+
+from autopar.ir.program import Node
+from autopar.rules.rule import Local, Rule
+
+
+def _first_expert(node: Node, local: Local) -> Node:
+    return replace(node, args=(*node.args[:-1], local.start(local.inputs[1], 0)))
+
 
 RULES = (
+    Rule(
+        "autopar.expert_mm",
+        "t k, e k n, t -> t n ; e: offset-sum, k: sum",
+        "0 | 1",
+        local=_first_expert,
+        contraction=True,
+        samples=("f[6, 4], f[4, 4, 8], i4[6], 0",),
+    ),
+    Rule(
+        "autopar.expert_mm_backward",
+        "t k, e k n, t, t n -> t k, e k n ; t: sum, e: offset-sum, n: sum",
+        "3 | 0 1",
+        local=_first_expert,
+        contraction=True,
+        samples=("f[6, 4], f[4, 4, 8], i4[6], f[6, 8], 0",),
+    ),
     Rule(
         "aten._grouped_mm.default",
         "t k, e k n, e -> t n ; t: whole, e: whole, k: sum",

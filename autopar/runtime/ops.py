@@ -6,7 +6,7 @@ sizes each op is the plain single-device one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from autopar.errors import InputError
 from autopar.runtime import random
 
 __all__ = [
-    "arange", "bernoulli", "checked", "dropout", "embedding", "embedding_backward", "keep", "normal", "pick", "randint", "tril", "triu",
+    "arange", "bernoulli", "checked", "dropout", "embedding", "embedding_backward", "expert_mm", "expert_mm_backward",
+    "keep", "normal", "pick", "randint", "tril", "triu",
     "uniform", "unpick",
 ]  # fmt: skip
 
@@ -173,6 +174,44 @@ def checked(x: Tensor, info: Tensor, name: str, matrices: bool) -> Tensor:
             why=f"the first code is {code}: a zero on the diagonal (not invertible), a leading part that isn't positive, or no convergence",
         )
     return x
+
+
+def _rows_of(ids: Tensor, start: int, experts: int) -> Iterator[tuple[int, Tensor]]:
+    """Each expert of a piece that begins at ``start``, and which rows are its own, in order."""
+    found, order = (ids - start).sort(stable=True)
+    bounds = torch.searchsorted(found, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)).tolist()
+    for e in range(experts):
+        if bounds[e] < bounds[e + 1]:
+            yield e, order[bounds[e] : bounds[e + 1]]
+
+
+def expert_mm(x: Tensor, weight: Tensor, ids: Tensor, start: int) -> Tensor:
+    """Each row [t, k] by the matrix [e, k, n] of its expert [t]; zeros where the expert isn't in this piece, which begins at ``start``.
+
+    Compiled code, and tensors without data, can't have sizes that depend on values; there every expert sees every row.
+    """
+    if torch.compiler.is_compiling() or type(ids) is not Tensor:
+        return sum((torch.where((ids == start + e)[:, None], x @ weight[e], 0) for e in range(weight.shape[0])), start=_no_rows(x, weight))
+    out = _no_rows(x, weight)
+    for e, rows in _rows_of(ids, start, weight.shape[0]):
+        out[rows] = x[rows] @ weight[e]
+    return out
+
+
+def _no_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_zeros((x.shape[0], weight.shape[2]))
+
+
+def expert_mm_backward(x: Tensor, weight: Tensor, ids: Tensor, grad: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and matrices."""
+    grad_x = expert_mm(grad, weight.mT, ids, start)
+    if torch.compiler.is_compiling() or type(ids) is not Tensor:
+        parts = [x.mT @ torch.where((ids == start + e)[:, None], grad, 0) for e in range(weight.shape[0])]
+        return grad_x, torch.stack(parts)
+    grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    for e, rows in _rows_of(ids, start, weight.shape[0]):
+        grad_weight[e] = x[rows].mT @ grad[rows]
+    return grad_x, grad_weight
 
 
 def microbatch(x: Tensor, dim: int, outer: int, count: int, index: int) -> Tensor:
