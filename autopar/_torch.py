@@ -244,3 +244,19 @@ def accumulation_leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of the tracer's own: a functional wrapper around a fake, not a tensor that the model holds."""
     return isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor)
+
+
+def returns_own_memory(op: OpOverload) -> bool:
+    """Whether no result of an op is, or may be, a view of an operand, and no operand is written to."""
+    schema = op._schema
+    return all(part.alias_info is None for part in (*schema.returns, *schema.arguments))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to by torch's ops, through any view of it (not through ``.data``)."""
+    return tensor._version
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is to be called before or after each ``step`` of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -88,37 +88,51 @@ def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: s
             ).alike()
 
 
-def compare_call(comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor], problem: AutoparError | None, ready: bool) -> bool:
-    """All ranks make the same call on batches of one kind; ranks of one data coordinate hold the same rows. Collective.
+def compare_call(
+    comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor], problem: AutoparError | None, ready: bool
+) -> Callable[[], bool]:
+    """Starts to compare a call: all ranks make the same one, on batches of one kind; ranks of one data coordinate hold the same rows.
 
-    One small exchange a call: without it ranks that differ would wait for each other for ever.
+    One small exchange a call: without it ranks that differ would wait for each other for ever. Only where they differ a second one tells
+    in what.
 
     Args:
         mine: what the call is, by name.
         tensors: this rank's rows.
         problem: why this rank can't take part: then nobody does.
-        ready: whether this rank has the program; returned is whether all have.
+        ready: whether this rank has the program.
+
+    Returns:
+        The rest of it, which waits for the others and raises, the same on all, where ranks differ or one can't; it gives whether all have
+        the program. Collective.
     """
     mesh = comm.mesh
     if mesh.size == 1:
         raise_first([problem], problem)
-        return ready
+        return lambda: ready
     rows = 0
     if mesh.size > mesh["dp"]:
         for t in tensors:
             rows = zlib.crc32(_bytes(t), rows)
-    everyone = comm.exchange((mine, comm.coords.get("dp", 0), rows, problem, ready), site="call")
-    raise_first([theirs for _, _, _, theirs, _ in everyone], problem)
-    first_difference([theirs for theirs, *_ in everyone])
-    first: dict[int, tuple[int, int]] = {}
-    for rank, (_, data, digested, _, _) in enumerate(everyone):
-        other, known = first.setdefault(data, (rank, digested))
-        if known != digested:
-            raise InputError(
-                f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
-                hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
-            ).alike()
-    return all(theirs for *_, theirs in everyone)
+    told = hashlib.sha256(repr(mine).encode()).digest()
+    finish = comm.exchange_later((told, comm.coords.get("dp", 0), rows, problem, ready), site="call")
+
+    def check() -> bool:
+        everyone = finish()
+        raise_first([theirs for _, _, _, theirs, _ in everyone], problem)
+        if any(theirs != everyone[0][0] for theirs, *_ in everyone):
+            first_difference(comm.exchange(mine, site="difference"))
+        first: dict[int, tuple[int, int]] = {}
+        for rank, (_, data, digested, _, _) in enumerate(everyone):
+            other, known = first.setdefault(data, (rank, digested))
+            if known != digested:
+                raise InputError(
+                    f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
+                    hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
+                ).alike()
+        return all(theirs for *_, theirs in everyone)
+
+    return check
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

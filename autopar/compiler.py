@@ -178,5 +178,5 @@ def _spec(final: LocalProgram, local: LocalProgram, module: Module, buckets: tup
 
     return Spec(
         final.mesh, table("param"), table("buffer"), table("batch"), buckets, module.consts, module.new_buffers, module.outputs,
-        module.axes, zero, final.microbatches,
+        module.axes, module.gathers, any(True for _ in final.outputs_of("bucket")), zero, final.microbatches,
     )  # fmt: skip

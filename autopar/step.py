@@ -8,15 +8,17 @@ import json
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from autopar import agree
+from autopar import _torch, agree
 from autopar.capture import copied, rebuild_output
 from autopar.capture.follow import Followed
 from autopar.capture.tree import BatchTree, take_batch
@@ -32,9 +34,12 @@ from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_pla
 from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, own
+from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state
 from autopar.runtime.random import step_key
+from autopar.runtime.update import update, waited
 
+#: what a program gives: loss, gradients by bucket, new buffers by path, outputs
+Started = tuple[Tensor | None, tuple[Any, ...], dict[str, Tensor], tuple[Tensor, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,6 +52,15 @@ def guarded(method: F) -> F:
             return method(self, *args, **kwargs)
 
     return cast(F, run)
+
+
+class _NotReady(Exception):
+    """Another rank lacks the program that this one has begun."""
+
+
+def _all_ready(check: Callable[[], bool]) -> None:
+    if not check():
+        raise _NotReady
 
 
 @dataclass
@@ -66,7 +80,9 @@ class Step:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, comm: Comm, options: Options, share: dict[Any, Compiled] | None = None) -> None:
-        self._model, self.mesh, self._comm, self._options = model, mesh, comm, options
+        self._user: Callable[[], nn.Module | None] = lambda: model
+        self._skeleton: nn.Module | None = None
+        self.mesh, self._comm, self._options = mesh, comm, options
         self._share = share  # simulated ranks of one process compile once
         self._loaded: dict[Any, _Loaded] = {}
         self._train: Compiled | None = None
@@ -77,6 +93,7 @@ class Step:
         self._unread: dict[str, Tensor] = {}  # buffers that no step reads
         self._waiting: Mapping[str, Tensor] | None = None
         self._prepared: opt.Prepared | None = None
+        self._versions: list[int] = []  # of the parts, when they were last gathered
         self._closed = False
         self._followed = Followed(model)
         self.metrics: dict[str, Any] = {}
@@ -102,24 +119,27 @@ class Step:
         """
         self._check_open()
         begun = time.perf_counter()
-        loaded = self._ready("train", batch)
-        assert self._state is not None
-        state, tensors = self._state, self._tensors(batch, loaded)
         self._comm.take_records()
-        loss, grads, fresh, _ = loaded.run.run(state, tensors, step_key(self._options.seed, state.step, self._comm.device))
-        assert loss is not None
-        self._grads = grads
-        norm = None
-        limit = self._options.clip_grad_norm
-        if limit is not None:
-            self._grads = tuple(g.clone() for g in grads)  # gradients() gives them before clipping
-            norm = opt.clip(grads, state.buckets, limit, self._comm, state.zero)
-        for part, grad in zip(state.parts, grads, strict=True):
-            part.grad = grad
-        if self._prepared is not None:
-            self._prepared.optimizer.step()
-            for part in state.parts:
-                part.grad = None
+        loaded, tensors, (loss, under_way, fresh, _) = self._run("train", batch)
+        assert loss is not None and self._state is not None
+        state, norm, limit = self._state, None, self._options.clip_grad_norm
+        if limit is None and self._prepared is not None and self._prepared.in_turns and not _torch.has_step_hooks(self._prepared.optimizer):
+            self._grads = update(state, under_way, self._prepared.optimizer, loaded.run.gathers, self._comm)
+        else:
+            self._grads = grads = waited(under_way)
+            state.changed()
+            if limit is not None:
+                self._grads = tuple(g.clone() for g in grads)  # gradients() gives them before clipping
+                norm = opt.clip(grads, state.buckets, limit, self._comm, state.zero)
+            for part, grad in zip(state.parts, grads, strict=True):
+                part.grad = grad
+            if self._prepared is not None:
+                self._prepared.optimizer.step()
+                for part in state.parts:
+                    part.grad = None
+                for index in loaded.run.gathers:
+                    state.begin_gather(index, self._comm)
+        self._versions = [_torch.version(p) for p in state.parts]
         state.buffers.update(fresh)
         state.step += 1
         self._measure(loaded, tensors, loss, norm, time.perf_counter() - begun)
@@ -137,11 +157,7 @@ class Step:
             raise InputError("evaluate takes several batches, not one", hint="step.evaluate([batch])")
         total = weight = 0.0
         for batch in batches:
-            loaded = self._ready("eval", batch)
-            assert self._state is not None
-            tensors = self._tensors(batch, loaded)
-            key = step_key(self._options.seed, self._state.step, self._comm.device)
-            loss, _, _, outputs = loaded.run.run(self._state, tensors, key)
+            loaded, tensors, (loss, _, _, outputs) = self._run("eval", batch)
             if loss is None:
                 raise InputError(f"{type(self._model).__name__} returns no loss to evaluate", hint="pass labels in the batch, or loss=...")
             at = loaded.compiled.module.outputs.index(WEIGHT) if WEIGHT in loaded.compiled.module.outputs else None
@@ -155,10 +171,7 @@ class Step:
     def forward(self, batch: Any) -> Any:
         """The model's outputs for this rank's rows, in eval mode, without gradients. Outputs without a batch dim are whole."""
         self._check_open()
-        loaded = self._ready("forward", batch)
-        assert self._state is not None
-        key = step_key(self._options.seed, self._state.step, self._comm.device)
-        _, _, _, outputs = loaded.run.run(self._state, self._tensors(batch, loaded), key)
+        loaded, _, (_, _, _, outputs) = self._run("forward", batch)
         return rebuild_output(loaded.compiled.program.output_tree, outputs)
 
     # -- data
@@ -183,7 +196,10 @@ class Step:
         return self._prepared.optimizer
 
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's flat parts, one a bucket: for an optimizer of one's own. Compiled steps only."""
+        """This rank's flat parts, one a bucket: for an optimizer of one's own. Compiled steps only.
+
+        They are written to under ``torch.no_grad()``. With ``optimizer=`` a write through ``.data`` goes unnoticed: torch doesn't count it.
+        """
         return list(self._need().parts)
 
     @guarded
@@ -218,7 +234,7 @@ class Step:
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces under the model's names: of a parameter split over ``tp`` its piece, gathered over the owners of its parts."""
         state = self._need()
-        flats = self._comm.exchange([p.detach() for p in state.parts], site="state_dict")
+        flats = self._comm.exchange([p.detach().clone() for p in state.parts], site="state_dict")
         out: dict[str, Tensor] = dict(state.fixed)
         for k, bucket in enumerate(state.buckets):
             group = self.mesh.group(self._comm.rank, bucket.axes) if state.zero else (self._comm.rank,)
@@ -256,13 +272,13 @@ class Step:
         assert self._train is not None
         agree.compare_values(self._comm, full, "load_state_dict", "load the same file on every rank")
         state, coords = self._state, self._comm.coords
+        state.changed()
         for k, bucket in enumerate(state.buckets):
-            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._comm.device)
             for m in bucket.members:
                 piece = cut(full[m.path].to(self._comm.device), m.sharding, self.mesh, coords)
-                flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
-            with torch.no_grad():
-                state.parts[k].copy_(own(flat, bucket, self._comm, state.zero))
+                state.whole[k][m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
+        state.filled()
+        self._versions = [_torch.version(p) for p in state.parts]
         for path, (dtype, sharding) in self._train.spec.params.items():
             state.fixed[path] = cut(full[path].to(self._comm.device), sharding, self.mesh, coords).to(dtype)
         for path in state.buffers:
@@ -361,6 +377,13 @@ class Step:
 
     # -- inside
 
+    @property
+    def _model(self) -> nn.Module:
+        """The model that was given, as long as someone else holds it; then a copy without values: its weights are not kept alive."""
+        found = self._user() or self._skeleton
+        assert found is not None
+        return found
+
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("this step is closed")
@@ -399,8 +422,8 @@ class Step:
         dims = self._dims(loaded.tree, tensors)
         return next((t.shape[d] * self.mesh["dp"] for t, d in zip(tensors, dims, strict=True) if d is not None), 1)
 
-    def _tensors(self, batch: Any, loaded: _Loaded) -> list[Tensor]:
-        _, tensors = take_batch(batch)
+    def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A batch on the mesh's device, in the wanted precision."""
         wanted = {"fp32": torch.float32, "fp64": torch.float64}.get(self._options.precision or "")
         out = []
         for t in tensors:
@@ -408,8 +431,44 @@ class Step:
             out.append(t.to(wanted) if wanted is not None and t.is_floating_point() else t)
         return out
 
+    def _run(self, kind: str, batch: Any) -> tuple[_Loaded, list[Tensor], Started]:
+        """Runs the program of a call; last reductions of gradients stay under way.
+
+        Where this rank has the program, as nearly always, it is begun at once, and what the other ranks say is heard before its first
+        collective. Until then nothing has changed that can't be thrown away.
+        """
+        signature, tree, tensors, check = self._ask(kind, batch)
+        if signature in self._loaded:
+            self._comm.hold(partial(_all_ready, check))
+            try:
+                return self._start(self._loaded[signature], tensors)
+            except _NotReady:
+                known = False
+            finally:
+                self._comm.hold(None)
+        else:
+            known = check()
+        return self._start(self._compiled(signature, tree, tensors, known), tensors)
+
+    def _start(self, loaded: _Loaded, tensors: Sequence[Tensor]) -> tuple[_Loaded, list[Tensor], Started]:
+        state, placed = self._need(), self._placed(tensors)
+        versions = [_torch.version(p) for p in state.parts]
+        if self._prepared is None or versions != self._versions:
+            # written to by the user; without an optimizer of ours we can't tell, as ``.data`` leaves no trace
+            self._comm.settle()
+            state.changed()
+            self._versions = versions
+        result = loaded.run.start(state, placed, step_key(self._options.seed, state.step, self._comm.device))
+        self._comm.settle()
+        return loaded, placed, result
+
     def _ready(self, kind: str, batch: Any) -> _Loaded:
         """The program for this kind of call and these shapes, compiled at its first use."""
+        signature, tree, tensors, check = self._ask(kind, batch)
+        return self._compiled(signature, tree, tensors, check())
+
+    def _ask(self, kind: str, batch: Any) -> tuple[tuple[Any, ...], BatchTree, list[Tensor], Callable[[], bool]]:
+        """What a call is, and how to hear whether the other ranks make the same."""
         signature: tuple[Any, ...] = (kind, "", (), "", (), 0, 0)
         tree: BatchTree | None = None
         tensors: list[Tensor] = []
@@ -427,8 +486,13 @@ class Step:
                 self._check_values(self._loaded[signature], tensors)
         except AutoparError as error:
             problem = error
-        known = self._agree_on_call(signature, tensors, problem)
+        check = self._agree_on_call(signature, tensors, problem)
+        if problem is not None:
+            check()
         assert tree is not None
+        return signature, tree, tensors, check
+
+    def _compiled(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor], known: bool) -> _Loaded:
         if known:
             return self._loaded[signature]
         self._loaded.pop(signature, None)  # the model of another rank has changed: all compile, and compare
@@ -483,6 +547,11 @@ class Step:
         self._train = compiled
         self._trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
         self._plan = filled_plan(self._plan, compiled)
+        self._waiting = None
+        self._skeleton = _without_values(self._model)
+        if self._skeleton is not None:
+            self._user = weakref.ref(self._model)
+        self._versions = [_torch.version(p) for p in self._state.parts]
         if self._prepared is not None:
             parts: dict[int, list[nn.Parameter]] = {}
             for bucket, part in zip(self._state.buckets, self._state.parts, strict=True):
@@ -514,8 +583,8 @@ class Step:
 
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
-    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor], problem: AutoparError | None) -> bool:
-        """Whether every rank has the program of this call."""
+    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor], problem: AutoparError | None) -> Callable[[], bool]:
+        """To hear whether every rank has the program of this call."""
         kind, structure, paths, constants, types, _, flags = signature
         mine = {
             "call": kind,
@@ -523,6 +592,7 @@ class Step:
             "constant in its batch": constants,
             "structure of its batch": structure,
             "training flag": flags,
+            "changes to parameters": [_torch.version(p) - v for p, v in zip(self._state.parts, self._versions)] if self._state else [],
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
         return agree.compare_call(self._comm, mine, tensors, problem, signature in self._loaded)
@@ -608,6 +678,18 @@ class Step:
             "loss": loss, "grad_norm": norm, "step_s": seconds, "tokens_per_s": tokens / seconds if seconds else 0.0,
             "comm_bytes": sent, "exposed_comm_s": waited, "records": records,
         }  # fmt: skip
+
+
+def _without_values(model: nn.Module) -> nn.Module | None:
+    """A copy of a model whose parameters and buffers are on meta, ties kept. None where a model can't be copied."""
+    memo: dict[int, Any] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(t, device="meta")
+        memo[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
+    try:
+        return copied(model, memo)
+    except Exception:  # noqa: BLE001 - whatever the model holds: it is then kept itself
+        return None
 
 
 def _filled(model: nn.Module) -> nn.Module:

@@ -246,7 +246,9 @@ def train(job: Job) -> dict[str, Any]:
         seed=job.seed, backend=job.backend,
     )  # fmt: skip
     try:
-        return _Training(job, step, find_data(job, file, model), model).run()
+        training = _Training(job, step, find_data(job, file, model), model)
+        del model  # the step has its weights
+        return training.run()
     finally:
         step.close()
 

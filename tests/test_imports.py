@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     # what ranks compare before they talk in tensors
     "agree": {"runtime"},
     "programs": {"_torch", "capture", "rules", "cost", "plan", "passes", "compiler", "progress"},
-    "step": {"agree", "programs", "progress", "capture", "passes", "plan", "codegen", "runtime", "compiler", "inspect"},
+    "step": {"_torch", "agree", "programs", "progress", "capture", "passes", "plan", "codegen", "runtime", "compiler", "inspect"},
     "api": {"*"},
     "cli": {"*"},
     "": {"*"},

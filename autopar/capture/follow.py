@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,17 +22,19 @@ _DEPTH = 3
 class Followed:
     """The plain state of a model: numbers, flags, strings and containers of them, in its modules and in the objects that modules hold.
 
-    Read once; after that a look compares what lies there with what lay there, a few dict lookups a module.
+    Read once; after that a look compares what lies there with what lay there, a few dict lookups a module. It doesn't keep the model alive:
+    of one that is gone it tells what was.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._read()
+        self._model = weakref.ref(model)
+        self._read(model)
 
     def now(self) -> tuple[int, int, tuple[str, ...]]:
         """Digest of the plain state, digest of the training flags, and the trainable parameters: equal where nothing changed."""
-        if self._changed():
-            self._read()
+        model = self._model()
+        if model is not None and self._changed():
+            self._read(model)
         return self._now
 
     def told(self) -> dict[str, str]:
@@ -38,66 +42,88 @@ class Followed:
         return dict(self._told)
 
     def _changed(self) -> bool:
-        for own, key, before in self._plain:
-            now = own.get(key)
-            if now is not before and (type(now) is not type(before) or now != before):
+        for holder, key, record in self._records:
+            owner = holder()
+            if owner is None or vars(owner).get(key) is not record():
                 return True
-        for table, key, parameter, trained in self._parameters:
-            if table.get(key) is not parameter or parameter.requires_grad is not trained:
+        for holder, size, plain in self._plain:
+            owner = holder()
+            if owner is None or len(own := vars(owner)) != size:
                 return True
-        for own, size in self._sizes:
-            if len(own) != size:
+            for key, before in plain:
+                now = own.get(key)
+                if now is not before and (type(now) is not type(before) or now != before):
+                    return True
+        for holder, tables, parameters in self._modules:
+            module = holder()
+            if module is None or tables != _tables(module):
                 return True
+            table = vars(module)["_parameters"]
+            for key, trained in parameters:
+                if table[key].requires_grad is not trained:
+                    return True
         for now, before in self._containers:
             if now != before:
                 return True
         return False
 
-    def _read(self) -> None:
-        self._plain: list[tuple[dict[str, Any], str, Any]] = []
-        self._parameters: list[tuple[dict[str, Any], str, Tensor, bool]] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._containers: list[tuple[Any, Any]] = []
+    def _read(self, model: nn.Module) -> None:
+        self._plain: list[tuple[Callable[[], Any], int, list[tuple[str, Any]]]] = []  # owner, how much it holds, what of it is plain
+        self._records: list[tuple[Callable[[], Any], str, Callable[[], Any]]] = []
+        self._modules: list[tuple[Callable[[], Any], list[Any], list[tuple[str, bool]]]] = []
+        self._containers: list[tuple[Any, Any]] = []  # containers of plain data, and what was in them
         self._told: dict[str, str] = {}
         flags: list[bool] = []
         seen: set[int] = set()
-        for path, module in self._model.named_modules():
+        for path, module in model.named_modules():
             own: Any = vars(module)
             flags.append(module.training)
-            table = own["_parameters"]
-            self._parameters += [(table, k, p, p.requires_grad) for k, p in table.items() if p is not None]
-            self._sizes.append((table, len(table)))
-            self._containers.append((own["_modules"], dict(own["_modules"])))
-            self._containers += [(own[k], dict(own[k])) for k in _HOOKS]
+            parameters = [(k, p.requires_grad) for k, p in own["_parameters"].items() if p is not None]
+            self._modules.append((weakref.ref(module), _tables(module), parameters))
             stem = f"{path}." if path else ""
             hooks = [[getattr(h, "__qualname__", type(h).__name__) for h in own[k].values()] for k in _HOOKS]
             self._told[stem + "class"] = f"{type(module).__qualname__} {hooks}" if any(hooks) else type(module).__qualname__
-            self._take(stem, own, seen, 0)
+            self._take(stem, module, seen, 0)
         text = repr(self._told).encode()
-        names = tuple(n for n, p in self._model.named_parameters() if p.requires_grad)
+        names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
         self._now = (zlib.crc32(text), zlib.crc32(bytes(flags)), names)
 
-    def _take(self, stem: str, own: dict[str, Any], seen: set[int], depth: int) -> None:
+    def _take(self, stem: str, owner: Any, seen: set[int], depth: int) -> None:
         """Notes what an object holds as plain data."""
+        own, plain = vars(owner), list[tuple[str, Any]]()
         for key, value in own.items():
             if key in TABLES or key == "_modules":
                 continue
             if isinstance(value, _PLAIN):
-                self._plain.append((own, key, value))
+                plain.append((key, value))
                 if key != "training":
                     self._told[stem + key] = repr(value)
             elif type(value) in _CONTAINERS:
                 if id(value) not in seen and _only_plain(value):
                     seen.add(id(value))
-                    self._plain.append((own, key, value))
+                    plain.append((key, value))
                     if type(value) is not tuple:
                         self._containers.append((value, type(value)(value)))
                     self._told[stem + key] = repr(sorted(value, key=repr) if isinstance(value, set) else value)
             elif depth < _DEPTH and id(value) not in seen and _is_record(value):
                 seen.add(id(value))
-                self._plain.append((own, key, value))
-                self._take(f"{stem}{key}.", vars(value), seen, depth + 1)
-        self._sizes.append((own, len(own)))
+                self._records.append((_reference(owner), key, _reference(value)))
+                self._take(f"{stem}{key}.", value, seen, depth + 1)
+        self._plain.append((_reference(owner), len(own), plain))
+
+
+def _tables(module: nn.Module) -> list[Any]:
+    """Which parameters, submodules and hooks a module has, as what can be compared without holding them."""
+    own = vars(module)
+    return [[(k, id(v)) for k, v in own[name].items()] for name in ("_parameters", "_modules", *_HOOKS)]
+
+
+def _reference(owner: Any) -> Callable[[], Any]:
+    """A weak reference; a strong one to an object that allows none."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return lambda: owner
 
 
 def _only_plain(value: Any) -> bool:

@@ -7,17 +7,22 @@ deletes what nobody reads any more.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from autopar.codegen.memory import overwritten
 from autopar.codegen.render import Site, assign, bracket, call, define, offset
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Region, dtype_name, fresh_name
 
 #: random ops: position of the number of the call, which differs from layer to layer.
 _SITES = {"autopar.keep": 1, "autopar.uniform": 1, "autopar.normal": 1, "autopar.randint": 1, "autopar.bernoulli": 1}
+
+#: ops that can write their result where it belongs: they take ``out``.
+_MADE_IN_PLACE = ("aten.mm.default", "autopar.embedding_backward")
 
 
 @dataclass
@@ -35,8 +40,11 @@ class _Statement:
 class Module:
     """An emitted module.
 
-    ``source`` defines ``constants(comm, consts)``, the segments, and ``step(comm, params, buckets, buffers, batch, constants, key)``,
-    which returns loss, gradients by bucket, new buffers and outputs. The tuples hold the paths of its arguments and results in order.
+    ``source`` defines ``constants(comm, consts)``, the segments, and
+    ``step(comm, params, buckets, buffers, batch, grads, constants, key)``, which returns loss, gradients by bucket, new buffers and
+    outputs. The tuples hold the paths of its arguments and results in order.
+    Buckets in ``gathers`` are handles of gathers that the caller has begun, in the order in which the step waits for them; a gradient
+    whose last op is a collective is the handle of it. ``grads`` are flat tensors, in which gradients are made.
     """
 
     source: str
@@ -50,6 +58,7 @@ class Module:
     segments: int = 0
     calls: int = 0
     axes: tuple[tuple[str, ...], ...] = ()
+    gathers: tuple[str, ...] = ()
 
 
 def layer_of(node: Node) -> str:
@@ -77,9 +86,17 @@ class _Emitter:
     counts: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     uses: Counter[str] = field(default_factory=Counter)
+    gathers: dict[str, str] = field(default_factory=dict)  # bucket -> the gathered value
+    buckets: set[str] = field(default_factory=set)
+    flats: list[str] = field(default_factory=list)
+    over: dict[str, int] = field(default_factory=dict)  # result -> position of the operand that it is written over
+    born: dict[str, str] = field(default_factory=dict)  # gradient that is made in its bucket -> its place there, as an expression
 
     def run(self) -> Module:
         p = self.program
+        self.buckets = {i.name for i in p.inputs_of("bucket")}
+        packs = {n.where.module: n.name for n in p.nodes if n.op == "autopar.pack"}
+        self.flats = [packs[b.name] for b in p.buckets if b.name in packs]
         fixed = self.constant_nodes()
         main = [n for i, n in enumerate(p.nodes) if i not in fixed]
         order: dict[Region, list[Node]] = {"pre": [], "body": [], "post": []}
@@ -87,6 +104,9 @@ class _Emitter:
             order["body" if node.op == "autopar.accumulate" else node.region].append(node)
         finals = [o.value for o in p.outputs]
         self.uses = Counter(r for n in main for r in n.refs())
+        self.find_born(main)
+        if not self.tensor_sites:
+            self.over = overwritten(p, [n for nodes in order.values() for n in nodes])
         for region, nodes in order.items():
             self.region(region, nodes, set(finals))
         used = {r for s in self.statements for r in s.reads} | set(finals)
@@ -99,7 +119,7 @@ class _Emitter:
         return Module(
             "\n".join(lines) + "\n", kinds["param"], kinds["bucket"], kinds["buffer"], kinds["batch"], kinds["const"],
             tuple(o.path for o in p.outputs_of("buffer")), tuple(o.path for o in p.outputs_of("output")),
-            len(self.texts), self.calls, axes,
+            len(self.texts), self.calls, axes, tuple(self.gathers),
         )  # fmt: skip
 
     def constant_nodes(self) -> set[int]:
@@ -153,6 +173,13 @@ class _Emitter:
                 else:
                     flush()
                     self.view(node, region)
+            elif node.op == "autopar.pack":
+                flush()
+                wait(node.refs())
+                self.pack(node, region)
+            elif node.op == "comm.all_gather" and node.args[0].name in self.buckets:  # the caller has begun it
+                self.gathers[node.args[0].name] = node.outs[0]
+                pending.append(node.outs[0])
             elif node.op.startswith("comm."):
                 flush()
                 wait(node.refs())
@@ -165,7 +192,23 @@ class _Emitter:
                     flush()
                 run.append(node)
         flush()
-        wait(list(pending))
+        under_way = {o.value for o in self.program.outputs_of("bucket")}  # the caller waits for the last reductions
+        wait([v for v in pending if v not in under_way])
+
+    def find_born(self, nodes: list[Node]) -> None:
+        """Gradients whose op can write them where they belong. Not in compiled segments, which own their memory."""
+        if self.tensor_sites or self.program.microbatches > 1:
+            return
+        producers = {o: n for n in nodes for o in n.outs if o}
+        for pack in nodes:
+            if pack.op != "autopar.pack":
+                continue
+            offset = 0
+            for ref in pack.args[0]:
+                shape = self.program.types[ref.name].shape
+                if ref.name in producers and producers[ref.name].op in _MADE_IN_PLACE and self.uses[ref.name] == 1:
+                    self.born[ref.name] = f"ops.member({pack.name}, {offset}, {shape})"
+                offset += math.prod(shape)
 
     def indent(self, region: Region) -> int:
         """Where the driver's statements of a region begin: those of the loop over microbatches are inside of it."""
@@ -174,10 +217,20 @@ class _Emitter:
     def start(self, node: Node, region: Region) -> None:
         value, axes, *rest = node.args
         args = [value.name, _axes(axes), *(f'"{r}"' if isinstance(r, str) else str(r) for r in rest), f'site="{node.where.module}"']
+        if node.op == "comm.reduce_scatter" and value.name in self.flats:  # its memory is ours to write to
+            part = self.program.types[node.outs[0]].shape[0]
+            args.append(f"out=ops.own({value.name}, comm, {_axes(axes)}, {part})")
         function = f"comm.{node.op.removeprefix('comm.')}"
         self.statements.append(
             _Statement(assign(node.outs[0], function, args, self.indent(region)), [node.outs[0]], [value.name], region, node.outs[0])
         )
+
+    def pack(self, node: Node, region: Region) -> None:
+        """Gradients into the flat tensor of their bucket, which the caller gave."""
+        pieces = [r.name for r in node.args[0]]
+        args = [f"({', '.join(pieces)}{',' if len(pieces) == 1 else ''})", node.name]
+        lines = assign(node.name, "ops.pack_into", args, self.indent(region), self.comment(node.name))
+        self.statements.append(_Statement(lines, [node.name], [*pieces, node.name], region))
 
     def view(self, node: Node, region: Region) -> None:
         """A parameter as a view of its gathered bucket: the driver's, so that layers share their segments."""
@@ -227,13 +280,22 @@ class _Emitter:
             arguments.append(f"torch.tensor({number})" if self.tensor_sites and varies else number)
             return name
 
+        def place(value: str) -> str:
+            name = fresh_name("out", set(names.values()))
+            names[name] = name
+            params.append(name)
+            arguments.append(self.born[value])
+            return name
+
         body: list[str] = []
         for node in nodes:
             shown = node
             if node.op in _SITES:
                 at = _SITES[node.op]
                 shown = node.with_args(*node.args[:at], Site(node.args[at]), *node.args[at + 1 :])
-            function, args = call(shown, local, lift)
+            function, args = call(shown, local, lift, over=self.over.get(node.name))
+            if args is not None and node.name in self.born:
+                args = [*args, f"out={place(node.name)}"]
             target = ", ".join(local(o) if o else "_" for o in node.outs)
             comment = "; ".join(self.comment(o) for o in node.outs[:1] if o)
             body += assign(target, function, args, 4, comment)
@@ -305,15 +367,18 @@ class _Emitter:
         """The segments' functions, then ``step``."""
         p = self.program
         lines = [line for text in self.texts for line in [*text, "", ""]]
-        lines += ["def step(comm, params, buckets, buffers, batch, constants, key):", '    """One rank\'s step."""']
+        lines += ["def step(comm, params, buckets, buffers, batch, grads, constants, key):", '    """One rank\'s step."""']
         uses_c = any("c[" in line for s in self.statements for line in s.lines)
         if uses_c:
             lines.append("    c = comm.coords")
         for kind, argument in (("param", "params"), ("bucket", "buckets"), ("buffer", "buffers"), ("batch", "batch")):
-            names = [i.name for i in p.inputs_of(kind)]
+            names = [self.gathers.get(i.name, i.name) for i in p.inputs_of(kind)]
             if names:
                 lines += bracket("(", names, 4)
                 lines[-1] += f" = {argument}"
+        if self.flats:
+            lines += bracket("(", list(self.flats), 4)
+            lines[-1] += " = grads"
         if shared:
             lines += bracket("(", shared, 4)
             lines[-1] += " = constants"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,14 +69,25 @@ _METHODS = {
     "aten.log.default": ("log", 1),
 }
 _OPERATORS = {"aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/"}
+_OPERATOR = re.compile(r" ([-+*/]) ")
 _FUNCTIONS = {"aten.mm.default": "torch.mm", "aten.bmm.default": "torch.bmm"}
 
 
 def call(
-    node: Node, name: Callable[[str], str], lift: Callable[[Any], str], extra: dict[str, str] | None = None
+    node: Node,
+    name: Callable[[str], str],
+    lift: Callable[[Any], str],
+    extra: dict[str, str] | None = None,
+    over: int | None = None,
 ) -> tuple[str, list[str] | None]:
-    """(function, arguments) of a node's call; one that prints as an operator has the expression as function and None for arguments."""
+    """(function, arguments) of a node's call; one that prints as an operator has the expression as function and None for arguments.
+
+    ``over``: the position of the operand that the result is written over.
+    """
     args = [literal(a, name, lift) for a in node.args]
+    if over is not None:
+        written = args.pop(over)
+        return f"{written}.{node.op.split('.')[1]}_", args
     kwargs = [f"{k}={literal(v, name, lift)}" for k, v in node.kwargs] + [f"{k}={v}" for k, v in (extra or {}).items()]
     if not kwargs:
         if node.op in _METHODS and len(args) <= _METHODS[node.op][1]:
@@ -105,7 +117,10 @@ def assign(target: str, function: str, args: list[str] | None, indent: int, comm
     if len(f"{head}(") > WIDTH and ", " in target:
         first = bracket("(", target.split(", "), indent)
         return [*before, *first[:-1], *_call(f"{first[-1]} = ", function, args or [], indent)]
-    inner = _call(f"{pad}    ", function, args, indent + 4) if args else [lines[0].replace(head, f"{pad}    ", 1)]
+    inner = _call(f"{pad}    ", function, args, indent + 4) if args else [f"{pad}    {function}"]
+    if args is None and len(inner[0]) > WIDTH:  # an operator begins the line of its right operand
+        left, sign, right = function.partition(f" {_OPERATOR.search(function)[1]} ")  # type: ignore[index]
+        inner = [f"{pad}    {left}", f"{pad}    {sign.strip()} {right}"]
     return [*before, f"{head}(", *inner, f"{pad})"]
 
 

@@ -22,6 +22,7 @@ class Builder:
         self.types: dict[str, TensorType] = {i.name: program.types[i.name] for i in program.inputs}
         self.nodes: list[Node] = []
         self.env: dict[str, str] = {i.name: i.name for i in program.inputs}
+        self.producers: dict[str, Node] = {}
         self._taken = set(program.types)
         self._infer = infer
         self._at: Node | None = None
@@ -39,6 +40,7 @@ class Builder:
     def emit(self, node: Node, types: Mapping[str, TensorType]) -> None:
         """Appends a node as it is, with the given types of its outputs."""
         self.nodes.append(node)
+        self.producers.update({o: node for o in node.outs if o})
         self.types.update({o: types[o] for o in node.outs if o})
 
     def call(self, op: str, *args: Any, out: str | None = None, types: tuple[TensorType, ...] | None = None, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
 
     Args:
         groups: the optimizer's parameter group of every path.
-        cap: bytes of a bucket's flat tensor after which the next is begun.
+        cap: bytes of a bucket's flat tensor after which the next is begun; a parameter of half of it is a bucket of its own.
     """
     mesh = program.mesh
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
@@ -34,6 +34,9 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
         axes = tuple(a for a, n in mesh.axes if n > 1 and sharding.on(a).kind == "replicate")
         partial = tuple(a for a in axes if program.shardings[grad.value].on(a).kind == "partial")
         key = (kind.dtype, groups.get(grad.path, 0), axes, partial)
+        if 2 * kind.numel * kind.dtype.itemsize >= cap:  # waits for nobody: an embedding's gradient is the last, and needed first again
+            closed.append((key, [Member(grad.path, 0, kind.shape, sharding)]))
+            continue
         members = open_.setdefault(key, [])
         offset = members[-1].offset + members[-1].numel if members else 0
         members.append(Member(grad.path, offset, kind.shape, sharding))

@@ -101,6 +101,12 @@ def _same_if_equal(b: Builder, n: Node) -> Any:
     return ref if made == source else None
 
 
+def _undone(b: Builder, n: Node) -> Any:
+    """What a transposition undoes that was made by the same one."""
+    inner = b.producers.get(n.args[0].name)
+    return inner.args[0] if inner is not None and inner.op == n.op and inner.args[1:] == n.args[1:] else None
+
+
 def _addmm(b: Builder, n: Node) -> Any:
     return _scaled_sum(b, n, b.call("aten.mm.default" if n.op == "aten.addmm.default" else "aten.bmm.default", *n.args[1:3]))
 
@@ -326,7 +332,11 @@ def _log_softmax_backward(b: Builder, n: Node) -> Any:
     if not b.type(grad).shape:
         result = b.call("aten.sub.Tensor", grad, grad)
     else:
-        total = b.call("aten.sum.dim_IntList", grad, (dim,), True)
+        made = b.producers.get(grad.name)
+        if made is not None and made.op == "autopar.unpick" and normal_dim(made.args[2] - dim, len(b.type(grad).shape)) == 0:
+            total = b.call("aten.unsqueeze.default", made.args[0], dim)  # one element a row: it is the sum
+        else:
+            total = b.call("aten.sum.dim_IntList", grad, (dim,), True)
         result = b.call("aten.sub.Tensor", grad, b.call("aten.mul.Tensor", b.call("aten.exp.default", out), total))
     return result if b.type(result).dtype == dtype else b.call("aten._to_copy.default", result, dtype=dtype)
 
@@ -471,6 +481,8 @@ REWRITES: dict[str, Rewrite] = {
     "aten._unsafe_view.default": _same_if_equal,
     "aten.slice.Tensor": _same_if_equal,
     "aten._to_copy.default": _same_if_equal,
+    "aten.t.default": _undone,
+    "aten.transpose.int": _undone,
     "aten.addmm.default": _addmm,
     "aten.baddbmm.default": _addmm,
     "aten.addmv.default": _addmv,

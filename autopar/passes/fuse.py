@@ -73,6 +73,18 @@ FUSIONS = (
         lambda b, types: ("aten._log_softmax_backward_data.default", (b["grad"], b["out"], b["dims"][0], types[b["out"].name].dtype)),
         "one pass over the gradient of the logits instead of four",
     ),
+    Fusion(
+        Op(
+            "aten.sub.Tensor",
+            (
+                Op("autopar.unpick", ("grad", "label", "dim", "size", "start")),
+                Op("aten.mul.Tensor", (Op("aten.exp.default", ("out",)), Op("aten.unsqueeze.default", ("grad", "dim")))),
+            ),
+        ),
+        lambda b, types: types[b["grad"].name].dtype == types[b["out"].name].dtype,
+        lambda b, _: ("autopar.cross_entropy_backward", (b["grad"], b["label"], b["out"], b["dim"], b["start"])),
+        "the gradient of the logits is written once, not three times",
+    ),
 )  # fmt: skip
 
 

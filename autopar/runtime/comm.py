@@ -41,6 +41,8 @@ _HEAD_START = 0.001
 #: starts again long after the messages that used it are gone. torch takes 31 bits.
 _EXCHANGE = 32
 _TAGS_PER_COUNT = 128
+#: bytes of an exchange's first message, which most objects fit into; the first eight tell the length.
+_FRAME = 1024
 _COUNTS = 2**23
 
 
@@ -163,6 +165,7 @@ class Comm(ABC):
         self.device = torch.device(device or mesh.device or "cpu")
         self.records: list[Record] = []
         self._known: dict[tuple[str, ...], Group] = {}
+        self._held: Callable[[], None] | None = None
 
     # -- what subclasses give
 
@@ -171,8 +174,25 @@ class Comm(ABC):
         """Starts a collective of at least two ranks; the function returned completes it and gives the result."""
 
     @abstractmethod
+    def exchange_later(self, obj: Any, *, site: str = "") -> Callable[[], list[Any]]:
+        """Starts an exchange; the function returned waits for it and gives every rank's ``obj``, by rank."""
+
     def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
         """Every rank's small picklable ``obj``, by rank. Blocks; for control, not for data, and not recorded."""
+        return self.exchange_later(obj, site=site)()
+
+    def hold(self, check: Callable[[], None] | None) -> None:
+        """``check`` is to be called before the next collective of at least two ranks is started; what it raises, the collective raises.
+
+        It is how an exchange hides behind the compute before the first collective, and yet is known before any tensor is sent.
+        """
+        self._held = check
+
+    def settle(self) -> None:
+        """Calls the check that is held, if no collective has done so yet."""
+        check, self._held = self._held, None
+        if check is not None:
+            check()
 
     # -- hooks: the local arithmetic of all collectives; a test that plants a fault overrides one
 
@@ -213,7 +233,10 @@ class Comm(ABC):
     def reduce_scatter(
         self, x: Tensor, axes: Sequence[str], dim: int = 0, op: str = "sum", *, site: str = "", out: Tensor | None = None
     ) -> Handle:
-        """This rank's piece of the group's sum, ``x`` cut along ``dim`` in as many equal pieces as there are ranks."""
+        """This rank's piece of the group's sum, ``x`` cut along ``dim`` in as many equal pieces as there are ranks.
+
+        ``out`` may be this rank's piece of ``x`` (dim 0).
+        """
         self._check_op(x, op, "reduce_scatter", site)
         return self._run("reduce_scatter", x, axes, site, dim=dim, op=op, out=out)
 
@@ -287,6 +310,8 @@ class Comm(ABC):
         if group.size == 1:
             value = x.clone(memory_format=torch.contiguous_format) if target is None else target.copy_(x)
             return Handle(lambda: value if out is None else out)
+        if self._held is not None:
+            self.settle()
         record = Record(site, kind, group.axes)
         call = Call(kind, x.contiguous(), group, record, tuple(shape), dim, concat_dim, op, target)
         finish = self._begin(call)
@@ -373,6 +398,25 @@ class _Progress:
                 del item, step
 
 
+class _Scratch:
+    """Buffers of messages, kept for the next of their size: memory fresh from the system costs more than what is done with it.
+
+    There are as many of a size as were in use at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        free = self._free.get((like.shape, like.dtype, like.device))
+        return free.pop() if free else torch.empty_like(like)
+
+    def give(self, used: list[Tensor]) -> None:
+        for t in used:
+            self._free.setdefault((t.shape, t.dtype, t.device), []).append(t)
+        used.clear()
+
+
 #: messages under way: the torch handle and the mesh rank at the other end.
 _Works = list[tuple[Any, int]]
 
@@ -409,9 +453,11 @@ class DistComm(Comm):
         self._started = 0  # collectives and exchanges
         self._direct = False
         self._transport: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
         self._progress: _Progress | None = None
         self._broken = ""
         self._counts: dict[int, int] = {}
+        self._scratch = _Scratch()
         self._pgs: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         self._is_world = group is None
@@ -441,6 +487,8 @@ class DistComm(Comm):
         self._direct = direct
         if direct and mesh.size > 1:
             self._transport = self._make_process_group(self._everyone.key, together=self._is_world)
+            # a small message would wait behind all the data that is under way on the same socket
+            self._control = self._make_process_group(self._everyone.key, together=self._is_world)
 
     def prepare(self, axes_list: Iterable[Sequence[str]]) -> None:
         wanted = [tuple(axes) for axes in axes_list]
@@ -469,41 +517,57 @@ class DistComm(Comm):
         for group in self._made:
             dist.destroy_process_group(group)
         self._made.clear()
-        self._transport = None
+        self._transport = self._control = None
         self._broken = "the comm is closed"
 
-    def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
+    def exchange_later(self, obj: Any, *, site: str = "") -> Callable[[], list[Any]]:
         if self.mesh.size == 1:
-            return [obj]
-        found = self._exchange((site, obj), site)
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != found[0][0]:
-                raise CommError(
-                    f"rank {rank} is at {theirs or 'an exchange'}, rank 0 at {found[0][0] or 'an exchange'}", where="exchange",
-                    why="every rank makes the same calls of a step, in one order",
-                ).alike()  # fmt: skip
-        return [value for _, value in found]
-
-    def _exchange(self, obj: Any, site: str) -> list[Any]:
+            return lambda: [obj]
         self._check_usable(f"exchange at {site}" if site else "exchange")
-        if not self._direct:
-            found: list[Any] = [None] * self.mesh.size
-            try:
-                dist.all_gather_object(found, obj, group=self._pgs[self._everyone.key])
-            except RuntimeError as error:
-                raise self._failure("exchange", self._everyone, site, None, error) from error
-            return found
+        finish = (self._direct_exchange if self._direct else self._native_exchange)((site, obj), site)
+
+        def complete() -> list[Any]:
+            found = finish()
+            for rank, (theirs, _) in enumerate(found):
+                if theirs != found[0][0]:
+                    raise CommError(
+                        f"rank {rank} is at {theirs or 'an exchange'}, rank 0 at {found[0][0] or 'an exchange'}", where="exchange",
+                        why="every rank makes the same calls of a step, in one order",
+                    ).alike()  # fmt: skip
+            return [value for _, value in found]
+
+        return complete
+
+    def _native_exchange(self, obj: Any, site: str) -> Callable[[], list[Any]]:
+        found: list[Any] = [None] * self.mesh.size
+        try:
+            dist.all_gather_object(found, obj, group=self._pgs[self._everyone.key])
+        except RuntimeError as error:
+            raise self._failure("exchange", self._everyone, site, None, error) from error
+        return lambda: found
+
+    def _direct_exchange(self, obj: Any, site: str) -> Callable[[], list[Any]]:
         # every rank to every other: who died is noticed by all, not only by its neighbours on a ring
-        n, tag = self.mesh.size, self._tag(_EXCHANGE)
-        own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(n)]
-        sizes[self.rank].fill_(own.numel())
-        works, _ = self._post(self._everyone, tag, [sizes[self.rank]] * n, sizes, "exchange", site)
-        self._await(self._everyone, works, "exchange", site)
-        texts = [own if rank == self.rank else torch.empty(int(size), dtype=torch.uint8) for rank, size in enumerate(sizes)]
-        works, _ = self._post(self._everyone, tag + 1, [own] * n, texts, "exchange", site)
-        self._await(self._everyone, works, "exchange", site)
-        return [pickle.loads(text.numpy().tobytes()) for text in texts]
+        group, n, tag = self._everyone, self.mesh.size, self._tag(_EXCHANGE)
+        text = pickle.dumps(obj)
+        own = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text.ljust(_FRAME - 8, b"\0")), dtype=torch.uint8)
+        frames = [own.new_empty(_FRAME) for _ in range(n)]
+        works, _ = self._post(group, tag, [own[:_FRAME]] * n, frames, "exchange", site, self._control)
+
+        def finish() -> list[Any]:
+            self._await(group, works, "exchange", site)
+            frames[self.rank] = own
+            lengths = [int.from_bytes(frame[:8].numpy().tobytes(), "little") for frame in frames]
+            rests = [own.new_empty(max(0, length + 8 - _FRAME)) for length in lengths]
+            more, _ = self._post(group, tag + 1, [own[_FRAME:]] * n, rests, "exchange", site, self._control)
+            self._await(group, more, "exchange", site)
+            rests[self.rank] = own[_FRAME:]
+            return [
+                pickle.loads(torch.cat([frame[8:_FRAME], rest])[:length].numpy().tobytes())
+                for frame, rest, length in zip(frames, rests, lengths, strict=True)
+            ]
+
+        return finish
 
     # -- messages
 
@@ -541,7 +605,8 @@ class DistComm(Comm):
 
     def _sever(self) -> None:
         """Fails everything that this rank waits for or starts, and by that what others wait for from it. From any thread."""
-        groups = [self._transport] if self._transport is not None else [] if self._direct else list(self._pgs.values())
+        own = [group for group in (self._transport, self._control) if group is not None]
+        groups = own or ([] if self._direct else list(self._pgs.values()))
         for group in groups:
             try:
                 group.abort()
@@ -560,7 +625,16 @@ class DistComm(Comm):
             if theirs != everyone[0]:
                 raise InputError(f"rank {rank} has the mesh {theirs}, rank 0 {everyone[0]}", hint="one mesh on every rank").alike()
 
-    def _post(self, group: Group, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor], doing: str, site: str) -> tuple[_Works, int]:
+    def _post(
+        self,
+        group: Group,
+        tag: int,
+        sends: Sequence[Tensor],
+        recvs: Sequence[Tensor],
+        doing: str,
+        site: str,
+        over: dist.ProcessGroup | None,
+    ) -> tuple[_Works, int]:
         """Posts the messages of one round, and counts the bytes sent.
 
         Entry ``i`` of both lists is for the group's rank ``i``, the own entries are ignored. Empty tensors are not sent: both ends know the
@@ -575,12 +649,12 @@ class DistComm(Comm):
                 at = (group.index - step) % group.size
                 if recvs[at].numel():
                     peer = group.ranks[at]
-                    works.append((dist.irecv(recvs[at], src=self._globals[peer], group=self._transport, tag=tag), peer))
+                    works.append((dist.irecv(recvs[at], src=self._globals[peer], group=over, tag=tag), peer))
             for step in range(1, group.size):
                 at = (group.index + step) % group.size
                 if sends[at].numel():
                     peer = group.ranks[at]
-                    works.append((dist.isend(sends[at], dst=self._globals[peer], group=self._transport, tag=tag), peer))
+                    works.append((dist.isend(sends[at], dst=self._globals[peer], group=over, tag=tag), peer))
                     sent += sends[at].numel() * sends[at].itemsize
         except RuntimeError as error:
             raise self._failure(f"starting {doing}", group, site, peer, error) from error
@@ -611,7 +685,7 @@ class DistComm(Comm):
         return sum(1 << bit for bit, (name, size) in enumerate(self.mesh.axes) if size > 1 and name in group.axes)
 
     def _exchange_round(self, call: Call, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> _Works:
-        works, sent = self._post(call.group, tag, sends, recvs, call.position(), call.site)
+        works, sent = self._post(call.group, tag, sends, recvs, call.position(), call.site, self._transport)
         call.record.bytes += sent
         return works
 
@@ -645,14 +719,17 @@ class DistComm(Comm):
     def _direct_reduce_scatter(self, call: Call) -> Callable[[], Tensor]:
         n, out = call.group.size, call.result()
         pieces = self._cut(call.x, n, call.dim)
-        parts = [torch.empty_like(pieces[0]) for _ in range(n)]
+        parts = [pieces[0] if i == call.group.index else self._scratch.take(pieces[0]) for i in range(n)]
         works = self._exchange_round(call, self._tag(self._number(call.group)), pieces, parts)
         parts[call.group.index] = pieces[call.group.index]
 
         def finish() -> Tensor:
             self._finish_round(call, works)
             pieces.clear()
-            return self._reduce(parts, call.op, out)
+            total = self._reduce(parts, call.op, out)
+            del parts[call.group.index]
+            self._scratch.give(parts)
+            return total
 
         return finish
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from autopar.errors import InputError
 from autopar.layout.bucket import Bucket, Member
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm import Comm, Handle
 
 
 @dataclass(frozen=True)
 class Spec:
     """What a module's text doesn't say: its mesh, and the paths of its arguments and results in order.
 
+    ``gathers`` names the buckets that it takes as gathers under way, in the order in which it waits for them; ``packs``: it makes
+    gradients.
     ``params``, ``buffers`` and ``batch`` map a path to (dtype, sharding): how the whole tensor is cut.
     """
 
@@ -34,6 +37,8 @@ class Spec:
     new_buffers: tuple[str, ...]
     outputs: tuple[str, ...]
     axes: tuple[tuple[str, ...], ...]
+    gathers: tuple[str, ...]
+    packs: bool
     zero: int
     microbatches: int
 
@@ -47,8 +52,8 @@ class Spec:
             "mesh": str(self.mesh), "params": pairs(self.params), "buffers": pairs(self.buffers), "batch": pairs(self.batch),
             "buckets": [[b.name, _name(b.dtype), b.group, b.axes, b.partial, b.numel,
                          [[m.path, m.offset, m.shape, str(m.sharding)] for m in b.members]] for b in self.buckets],
-            "consts": self.consts, "new_buffers": self.new_buffers, "outputs": self.outputs, "axes": self.axes, "zero": self.zero,
-            "microbatches": self.microbatches,
+            "consts": self.consts, "new_buffers": self.new_buffers, "outputs": self.outputs, "axes": self.axes, "gathers": self.gathers,
+            "packs": self.packs, "zero": self.zero, "microbatches": self.microbatches,
         }, indent=1)  # fmt: skip
 
     @staticmethod
@@ -65,7 +70,8 @@ class Spec:
         )  # fmt: skip
         return Spec(
             Mesh.parse(data["mesh"]), table(data["params"]), table(data["buffers"]), table(data["batch"]), buckets, tuple(data["consts"]),
-            tuple(data["new_buffers"]), tuple(data["outputs"]), tuple(tuple(a) for a in data["axes"]), data["zero"], data["microbatches"],
+            tuple(data["new_buffers"]), tuple(data["outputs"]), tuple(tuple(a) for a in data["axes"]),
+            tuple(data["gathers"]), data["packs"], data["zero"], data["microbatches"],
         )  # fmt: skip
 
 
@@ -94,18 +100,46 @@ class State:
     """What lives on a rank between steps.
 
     Attributes:
-        parts: for each bucket the 1-D parameter of the elements that this rank owns (all of them under ZeRO 0).
+        whole: for each bucket the 1-D tensor of all its elements.
+        parts: for each bucket the 1-D parameter of the elements that this rank owns (all of them under ZeRO 0): a view of ``whole``.
+        gathers: for each bucket the gather of ``whole`` from its owners, if it was begun since the parts changed last.
+        grads: for each bucket the 1-D tensor in which its gradients are made, after the first training step.
         fixed: pieces of parameters that no bucket holds: frozen ones, and those without gradient.
         buffers: whole buffers.
         step: updates done.
     """
 
     buckets: tuple[Bucket, ...]
+    whole: list[Tensor]
     parts: list[nn.Parameter]
     fixed: dict[str, Tensor]
     buffers: dict[str, Tensor]
     zero: int
     step: int = 0
+    gathers: list[Handle | None] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+    def changed(self) -> None:
+        """To be called when parts were written to: what was gathered is old."""
+        for handle in self.gathers:
+            if handle is not None:
+                handle.wait()  # its messages must not land later
+        self.gathers = [None] * len(self.buckets)
+
+    def filled(self) -> None:
+        """To be called when every rank has written all elements of ``whole``: nothing needs to be gathered."""
+        self.gathers = [Handle(partial(_same, flat)) for flat in self.whole]
+
+    def begin_gather(self, index: int, comm: Comm) -> None:
+        """Begins to gather a bucket from its owners, if that isn't under way."""
+        bucket = self.buckets[index]
+        if self.gathers[index] is None:
+            part = self.parts[index].detach()
+            self.gathers[index] = comm.all_gather(part, bucket.axes, 0, site=bucket.name, out=self.whole[index])
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def make_state(spec: Spec, values: Callable[[str], Tensor], buffers: Mapping[str, Tensor], comm: Comm) -> State:
@@ -115,28 +149,31 @@ def make_state(spec: Spec, values: Callable[[str], Tensor], buffers: Mapping[str
         values: the whole parameter of a path, asked for one at a time.
     """
     mesh, device = spec.mesh, comm.device
-    parts = []
+    parts, whole = [], []
     for bucket in spec.buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
         for m in bucket.members:
             piece = cut(values(m.path).detach().to(device), m.sharding, mesh, comm.coords)
             flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
+        whole.append(flat)
         parts.append(nn.Parameter(own(flat, bucket, comm, spec.zero)))
     fixed = {
         path: cut(values(path).detach().to(device), sharding, mesh, comm.coords).to(dtype)
         for path, (dtype, sharding) in spec.params.items()
     }
     held = {path: buffers[path].detach().to(device=device, dtype=dtype, copy=True) for path, (dtype, _) in spec.buffers.items()}
-    return State(spec.buckets, parts, fixed, held, spec.zero)
+    state = State(spec.buckets, whole, parts, fixed, held, spec.zero)
+    state.filled()
+    return state
 
 
 def own(flat: Tensor, bucket: Bucket, comm: Comm, zero: int) -> Tensor:
-    """The part of a bucket that a rank keeps."""
+    """The part of a bucket that a rank updates, as a view."""
     if zero == 0:
         return flat
     part = bucket.part(comm.mesh)
     index = comm.mesh.index(comm.rank, bucket.axes)
-    return flat[index * part : (index + 1) * part].clone()
+    return flat[index * part : (index + 1) * part]
 
 
 class Executable:
@@ -166,19 +203,38 @@ class Executable:
         comm.prepare(spec.axes)
         self._consts = tuple(consts[path].to(comm.device) for path in spec.consts)
         self._shared: tuple[Tensor, ...] | None = None
+        index = {b.name: k for k, b in enumerate(spec.buckets)}
+        #: the buckets that the step takes as gathers under way, in the order in which it waits for them
+        self.gathers = [index[name] for name in spec.gathers]
 
     def run(
         self, state: State, batch: Sequence[Tensor], key: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]]:
-        """(loss, gradients by bucket, new buffers by path, outputs)."""
+        """(loss, gradients by bucket, new buffers by path, outputs).
+
+        Gradients live in buffers that the next run writes to.
+        """
+        loss, grads, fresh, outputs = self.start(state, batch, key)
+        return loss, tuple(g.wait() if isinstance(g, Handle) else g for g in grads), fresh, outputs
+
+    def start(
+        self, state: State, batch: Sequence[Tensor], key: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | Handle, ...], dict[str, Tensor], tuple[Tensor, ...]]:
+        """``run`` that leaves the last reductions of gradients under way."""
         with torch.no_grad():
             if self._shared is None:
                 self._shared = self.names["constants"](self.comm, self._consts)
-            parts = [p.detach() for p in state.parts]
+            for index in self.gathers:
+                state.begin_gather(index, self.comm)
+            if self.spec.packs and not state.grads:
+                state.grads = [torch.zeros_like(flat) for flat in state.whole]
+            buckets = [state.gathers[k] if k in self.gathers else flat for k, flat in enumerate(state.whole)]
             fixed = [state.fixed[path] for path in self.spec.params]
             buffers = [state.buffers[path] for path in self.spec.buffers]
             try:
-                loss, grads, fresh, outputs = self.names["step"](self.comm, fixed, parts, buffers, list(batch), self._shared, key)
+                loss, grads, fresh, outputs = self.names["step"](
+                    self.comm, fixed, buckets, buffers, list(batch), state.grads, self._shared, key
+                )
             except (IndexError, RuntimeError) as error:
                 if isinstance(error, IndexError) or "out of bounds" in str(error):
                     raise InputError(
@@ -200,7 +256,7 @@ def load(folder: str | Path, comm: Comm, stem: str = "step") -> Executable:
 
 def gather(state: State, flats: Sequence[Tensor], mesh: Mesh, comm: Comm) -> dict[str, Tensor]:
     """Whole tensors by path from flat parts of the buckets (parameters, gradients, state), on every rank's CPU. Collective."""
-    flats = [f.detach().cpu() for f in flats]
+    flats = [f.detach().cpu().clone() for f in flats]  # a view would travel with all that it is a view of
     ranks = comm.exchange(flats, site="gather")
     whole: dict[str, Tensor] = {}
     for k, bucket in enumerate(state.buckets):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime import random
+from autopar.runtime.comm import Comm
 
 __all__ = [
-    "arange", "bernoulli", "checked", "dropout", "embedding", "embedding_backward", "expert_mm", "expert_mm_backward",
-    "keep", "normal", "pick", "randint", "tril", "triu",
-    "uniform", "unpick",
+    "arange", "bernoulli", "checked", "cross_entropy_backward", "dropout", "embedding", "embedding_backward", "expert_mm",
+    "expert_mm_backward", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
 ]  # fmt: skip
 
 
@@ -42,14 +42,15 @@ def embedding(weight: Tensor, index: Tensor, start: int, rows: int | None = None
     return torch.where(inside.unsqueeze(-1), torch.nn.functional.embedding(local, weight), 0)
 
 
-def embedding_backward(grad: Tensor, index: Tensor, padding_idx: int, rows: int, start: int) -> Tensor:
+def embedding_backward(grad: Tensor, index: Tensor, padding_idx: int, rows: int, start: int, *, out: Tensor | None = None) -> Tensor:
     """Gradient of rows ``[start, start + rows)`` of the table. ``padding_idx`` is global, negative for none."""
     local, inside = _inside(index, start, rows)
     if padding_idx >= 0:
         inside = inside & (index != padding_idx)
     width = grad.shape[-1]
     values = torch.where(inside.unsqueeze(-1), grad, 0).reshape(-1, width)
-    return grad.new_zeros((rows, width)).index_add(0, local.reshape(-1), values)
+    total = grad.new_zeros((rows, width)) if out is None else out.zero_()
+    return total.index_add_(0, local.reshape(-1), values)
 
 
 def pick(x: Tensor, index: Tensor, dim: int, start: int, size: int | None = None) -> Tensor:
@@ -67,7 +68,14 @@ def unpick(grad: Tensor, index: Tensor, dim: int, size: int, start: int) -> Tens
     dim = dim % (grad.dim() + 1)
     shape = list(grad.shape)
     shape.insert(dim, size)
-    return grad.new_zeros(shape).scatter(dim, local.unsqueeze(dim), torch.where(inside, grad, 0).unsqueeze(dim))
+    return grad.new_zeros(shape).scatter_(dim, local.unsqueeze(dim), torch.where(inside, grad, 0).unsqueeze(dim))
+
+
+def cross_entropy_backward(grad: Tensor, index: Tensor, log_p: Tensor, dim: int, start: int) -> Tensor:
+    """``unpick(grad, index, dim, ...) - log_p.exp() * grad.unsqueeze(dim)``: the gradient of the logits from that of the labels' log_p."""
+    local, inside = _inside(index, start, log_p.shape[dim])
+    picked = torch.where(inside, grad, 0).unsqueeze(dim)
+    return log_p.exp().mul_(-grad.unsqueeze(dim)).scatter_add_(dim, local.unsqueeze(dim), picked)
 
 
 def dropout(x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -149,6 +157,11 @@ def member(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     return flat[offset : offset + count].view(tuple(shape))
 
 
+def own(flat: Tensor, comm: Comm, axes: Sequence[str], part: int) -> Tensor:
+    """The piece of a flat tensor that this rank has among those over ``axes``, as a view."""
+    return flat.narrow(0, comm.group(axes).index * part, part)
+
+
 def once(x: Tensor, *indices: int) -> Tensor:
     """``x`` on the first of the ranks that hold it, zeros on the others: a value that a sum over them counts once."""
     return x if not any(indices) else torch.zeros_like(x)
@@ -158,6 +171,17 @@ def pack(pieces: Sequence[Tensor], numel: int) -> Tensor:
     """Pieces one after the other in a flat tensor of ``numel`` elements, zeros at the end."""
     flat = torch.cat([p.reshape(-1) for p in pieces])
     return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+
+
+def pack_into(pieces: Sequence[Tensor], flat: Tensor) -> Tensor:
+    """``pack`` into a tensor that is there, and whose end is zeros. A piece that was made in its place stays there."""
+    offset = 0
+    for piece in pieces:
+        place = flat[offset : offset + piece.numel()]
+        if piece.data_ptr() != place.data_ptr():
+            place.view(piece.shape).copy_(piece)
+        offset += piece.numel()
+    return flat
 
 
 def checked(x: Tensor, info: Tensor, name: str, matrices: bool) -> Tensor:

@@ -15,7 +15,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,11 +48,13 @@ class Prepared:
         group_of: index in ``optimizer.param_groups`` of every parameter by name; ``LEFT_OUT`` for one that the factory didn't give to
             the optimizer: it keeps its value, though it has a gradient.
         makes_state: the class makes state when it is built, not in its first step (Adagrad).
+        in_turns: calls of ``step`` for some parameters at a time (the others have no gradient) give the same as one call for all.
     """
 
     optimizer: torch.optim.Optimizer
     group_of: dict[str, int]
     makes_state: bool
+    in_turns: bool = False
 
 
 def prepare(
@@ -93,14 +95,15 @@ def prepare(
             group_of[known] = index
     prepared = Prepared(optimizer, group_of, bool(optimizer.state))
     tried: set[str] = set()
+    in_turns = True
     for index, group in enumerate(optimizer.param_groups):
         dtypes = sorted({p.dtype for p in group["params"]}, key=str)
         # groups mostly differ in the learning rate, which the probe sets itself
         what = repr(sorted((k, repr(v)) for k, v in _options(group).items() if k not in ("lr", "initial_lr"))) + repr(dtypes)
         if group["params"] and what not in tried:
             tried.add(what)
-            _probe(prepared, index, dtypes, torch.device(device))
-    return prepared
+            in_turns &= _probe(prepared, index, dtypes, torch.device(device))
+    return replace(prepared, in_turns=in_turns)
 
 
 def attach(prepared: Prepared, parts: Mapping[int, Sequence[nn.Parameter]]) -> None:
@@ -236,11 +239,14 @@ def _put(optimizer: torch.optim.Optimizer, parts: Sequence[Sequence[nn.Parameter
         optimizer.state.update(_again(type(optimizer), vars(optimizer), groups).state)
 
 
-def _probe(prepared: Prepared, index: int, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def _probe(prepared: Prepared, index: int, dtypes: Sequence[torch.dtype], device: torch.device) -> bool:
     """Steps the optimizer on small tensors, whole and as flat parts, with the options of one group.
 
     The flat parts are shared out between two optimizers as between two ranks, so that sums over all of an optimizer's parameters show up
     too.
+
+    Returns:
+        Whether the flat parts can also be stepped in turns.
 
     Raises:
         UnsupportedError: the two differ, or one doesn't run.
@@ -265,21 +271,25 @@ def _probe(prepared: Prepared, index: int, dtypes: Sequence[torch.dtype], device
     def build(values: Sequence[Tensor]) -> torch.optim.Optimizer:
         return _again(kind, vars(optimizer), [{**_options(options), "params": [nn.Parameter(v.clone()) for v in values]}])
 
-    def stepped(built: torch.optim.Optimizer, grads: Callable[[int], Sequence[Tensor]], steps: int) -> list[Tensor]:
+    def stepped(built: torch.optim.Optimizer, grads: Callable[[int], Sequence[Tensor]], steps: int, in_turns: bool = False) -> list[Tensor]:
         params = built.param_groups[0]["params"]
         for step in range(steps):
             for p, g in zip(params, grads(step)):
                 p.grad = g.clone()
-            built.step()
+                if in_turns:
+                    built.step()
+                    p.grad = None
+            if not in_turns:
+                built.step()
         return [p.detach() for p in params]
 
-    def flat(values: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    def flat(values: Tensor, grads: Sequence[Tensor], in_turns: bool = False) -> Tensor:
         sizes = [values.numel() // 3, 1, values.numel() - values.numel() // 3 - 1]
         done: list[Tensor] = []
         for own in (slice(0, 2), slice(2, 3)):  # a rank's parts
             built = build([torch.empty(3, 2, dtype=values.dtype, device="meta")])
             _put(built, [[nn.Parameter(v.clone()) for v in values.split(sizes)[own]]], prepared.makes_state)
-            done += stepped(built, lambda step: grads[step].split(sizes)[own], len(grads))  # noqa: B023 - called within the turn
+            done += stepped(built, lambda step: grads[step].split(sizes)[own], len(grads), in_turns)  # noqa: B023 - called within the turn
         return torch.cat(done)
 
     needed = inspect.signature(optimizer.step).parameters.values()
@@ -319,6 +329,10 @@ def _probe(prepared: Prepared, index: int, dtypes: Sequence[torch.dtype], device
             "its update of an element depends on other elements or on the parameter's shape: "
             f"after {_STEPS} steps, whole parameters and flat parts of them differ by {worst:.1e}"
         )
+    try:
+        return torch.equal(flat(values, grads, in_turns=True), flat_values)
+    except Exception:  # noqa: BLE001 - whatever it is: such an optimizer is stepped for all parts at once
+        return False
 
 
 @contextmanager

@@ -160,13 +160,17 @@ class SimComm(Comm):
         super().__init__(world.mesh, rank, device)
         self._world = world
 
-    def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
+    def exchange_later(self, obj: Any, *, site: str = "") -> Callable[[], list[Any]]:
         everyone = tuple(range(self.mesh.size))
         text = f"exchange at {site}" if site else "exchange"
         # pickled as between processes, so that ranks never share an object
         slot = self._world.post(("exchange", *everyone), self.rank, self.mesh.size, ("exchange", site), text, pickle.dumps(obj))
-        self._world.block(self.rank, text, lambda: slot.full)
-        return [pickle.loads(slot.parts[rank]) for rank in everyone]
+
+        def finish() -> list[Any]:
+            self._world.block(self.rank, text, lambda: slot.full)
+            return [pickle.loads(slot.parts[rank]) for rank in everyone]
+
+        return finish
 
     def _begin(self, call: Call) -> Callable[[], Tensor]:
         group, x = call.group, call.x

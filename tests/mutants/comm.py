@@ -195,14 +195,15 @@ class _OwnFirst(SimComm):
 class _NoExchange(SimComm):
     """Exchanged objects are the own one from everybody."""
 
-    def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
-        found = super().exchange(obj, site=site)
-        return [found[self.rank]] * len(found)
+    def exchange_later(self, obj: Any, *, site: str = "") -> Callable[[], list[Any]]:
+        finish = super().exchange_later(obj, site=site)
+        return lambda: [finish()[self.rank]] * self.mesh.size
 
 
 class _ExchangeBackwards(SimComm):
-    def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
-        return super().exchange(obj, site=site)[::-1]
+    def exchange_later(self, obj: Any, *, site: str = "") -> Callable[[], list[Any]]:
+        finish = super().exchange_later(obj, site=site)
+        return lambda: finish()[::-1]
 
 
 class _WrongCoordinates(SimComm):

@@ -45,11 +45,16 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "autopar.passes.buckets": ("make_buckets", "bucketize"),
     "autopar.passes.microbatch": ("*",),
     "autopar.codegen.emit": (
-        "_Emitter.run", "_Emitter.constant_nodes", "_Emitter.region", "_Emitter.start", "_Emitter.view", "_Emitter.accumulate",
+        "_Emitter.run", "_Emitter.constant_nodes", "_Emitter.region", "_Emitter.find_born", "_Emitter.start", "_Emitter.pack",
+        "_Emitter.view", "_Emitter.accumulate",
         "_Emitter.segment", "_Emitter.constants", "_Emitter.driver", "_Emitter.body",
     ),
+    "autopar.codegen.memory": ("overwritten",),
     "autopar.codegen.render": ("literal", "offset", "call"),
-    "autopar.runtime.executor": ("cut", "paste", "make_state", "own", "Executable.run", "gather", "gather_fixed"),
+    "autopar.runtime.executor": (
+        "cut", "paste", "make_state", "own", "State.changed", "State.begin_gather", "Executable.start", "gather", "gather_fixed",
+    ),
+    "autopar.runtime.update": ("*",),
     "autopar.runtime.ops": ("*",),
     "autopar.runtime.comm": ("Comm._cut", "Comm._reduce", "Comm._gather", "Comm.group", "Comm._run"),
     "autopar.runtime.sim": ("SimComm._begin", "SimComm._combine"),

@@ -42,8 +42,25 @@ def ops(c: Compiled) -> list[str]:
 def test_bias_and_log_softmax_are_fused_where_nothing_is_split() -> None:
     found = ops(compiled(Classifier(), Mesh()))
     assert found.count("aten.addmm.default") == 2
-    assert "aten._log_softmax.default" in found and "aten._log_softmax_backward_data.default" in found
+    assert "aten._log_softmax.default" in found and "autopar.cross_entropy_backward" in found
+    assert "autopar.unpick" not in found and "aten.exp.default" not in found
     assert "aten.amax.default" not in found
+
+
+class Teacher(nn.Module):
+    """log_softmax whose reader is no label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return -(F.log_softmax(self.head(x), 1) * F.one_hot(y, 8)).sum()
+
+
+def test_the_gradient_of_a_log_softmax_without_labels_is_fused_too() -> None:
+    found = ops(compiled(Teacher(), Mesh()))
+    assert "aten._log_softmax_backward_data.default" in found and "autopar.cross_entropy_backward" not in found
 
 
 def test_a_bias_after_a_collective_is_not_fused() -> None:
