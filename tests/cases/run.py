@@ -80,7 +80,8 @@ def ranks(mesh: str, model: nn.Module, use: Callable[[Step, int], Any], **option
     chosen = make_options(**{**DEFAULTS, **options})
 
     def rank(comm: Comm) -> Any:
-        return use(Step(copy.deepcopy(model), parsed, comm, chosen), comm.rank)
+        held = copy.deepcopy(model)  # as its user would: a step alone doesn't keep it
+        return use(Step(held, parsed, comm, chosen), comm.rank)
 
     return run_simulated(parsed, rank, timeout=30.0)
 

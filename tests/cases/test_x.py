@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.api import make_options
 from autopar.errors import CaptureError, InputError
+from autopar.layout.mesh import Mesh
+from autopar.runtime.sim import SimComm, run_simulated
 from autopar.step import Step
-from tests.cases.run import MB2, Net, equal, near, ranks
+from tests.cases.run import DEFAULTS, MB2, Net, equal, near, ranks
 
 
 class Modes(nn.Module):
@@ -184,3 +189,40 @@ def test_x05_multihead_attention(weights: bool) -> None:
 
     model = Net(forward, a=nn.MultiheadAttention(8, 4, batch_first=True))
     equal(model, (torch.randn(4, 5, 8), torch.arange(5) >= torch.tensor([5, 3, 4, 2])[:, None]), ("dp=2", "tp=2"))
+
+
+def test_a_step_does_not_keep_the_model() -> None:
+    """The weights live in the step's buckets: a model that nobody else holds is freed, and the step goes on without it."""
+
+    def run(step: Step, rank: int) -> tuple[bool, list[float]]:
+        batch = step.shard(x)
+        first = step(batch).item()
+        gc.collect()
+        alone = all(t.is_meta for t in step._model.parameters())
+        step._user = lambda: None  # as if the caller had dropped it
+        values = [first, step(batch).item(), step.evaluate([batch])[0], step.module()(x).item()]
+        step.load_state_dict(state)
+        return alone, [*values, step(batch).item()]
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.01)
+
+    torch.manual_seed(0)
+    model, x = Switched().double(), torch.randn(4, 8, dtype=torch.float64)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    for alone, (first, second, evaluated, whole, again) in ranks("dp=2", model, run, optimizer=sgd):
+        assert not alone and first == again != second
+        assert evaluated == pytest.approx(whole, rel=1e-12)
+
+    held: list[weakref.ref[nn.Module]] = []
+
+    def dropped(comm: SimComm) -> float:
+        made = copy.deepcopy(model)
+        held.append(weakref.ref(made))
+        step = Step(made, Mesh(dp=2), comm, make_options(**DEFAULTS))
+        del made
+        return step(step.shard(x)).item()
+
+    run_simulated(Mesh(dp=2), dropped)
+    gc.collect()
+    assert all(ref() is None for ref in held)
