@@ -13,7 +13,8 @@ from autopar.rules.docs import page
 from tests.rules.mutants import mutants
 
 _SHAPE_ONLY = (
-    "max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward",
+    "max_pool2d_with_indices_backward",
+    *(f"{name}_pool{n}d_backward" for name in ("avg", "_adaptive_avg") for n in (2, 3)),
     *(f"{mode}_pad{n}d_backward" for mode in ("reflection", "replication") for n in (1, 2, 3)),
 )  # fmt: skip
 
@@ -29,6 +30,23 @@ NO_FAULTS = {
     "aten.new_empty.default: e0 sums into an output that doesn't depend on it": "nothing is known of the output but its shape",
     "aten.new_empty.default: e1 sums into an output that doesn't depend on it": "nothing is known of the output but its shape",
     "aten.nan_to_num.default: linear in [0]": "true for finite numbers",
+    "aten.nansum.default: linear in [0]": "true for finite numbers",
+    "aten.fractional_max_pool3d.default: y0 and y1 swapped in the output": "both stand there only",
+    "aten.grid_sampler_3d_backward.default: x0 and x2 swapped in the output": "two whole factors of one size",
+    "aten.diagonal_scatter.default: d1 and d2 swapped in the output": "two whole factors of one size",
+    **{
+        f"aten.{op}.default: y0_0 and y0_1 swapped in the output": "both stand there only"
+        for op in (
+            "linalg_inv_ex",
+            "linalg_cholesky_ex",
+            "linalg_lu_factor_ex",
+            "linalg_lu",
+            "lu_unpack",
+            "_linalg_svd",
+            "linalg_qr",
+            "geqrf",
+        )
+    },
     "aten.xlogy.Tensor: linear in [0]": "true for finite logarithms",
     "aten.pixel_shuffle.default: r and s swapped in the output": "two whole factors of one size",
     "aten.pixel_unshuffle.default: r and s swapped in the output": "two whole factors of one size",
