@@ -71,6 +71,20 @@ def test_triangles_of_pieces() -> None:
             assert torch.equal(torch.cat(rows), getattr(x, name)(diagonal))
 
 
+def test_rows_by_the_matrix_of_their_expert() -> None:
+    x, weight, ids, grad = randn(7, 3), randn(4, 3, 5, seed=1), torch.tensor([3, 0, 0, 2, 3, 3, 0]), randn(7, 5, seed=2)
+    want = torch.stack([row @ weight[e] for row, e in zip(x, ids)])
+    torch.testing.assert_close(ops.expert_mm(x, weight, ids, 0), want, rtol=1e-13, atol=1e-14)
+    parts = [ops.expert_mm(x, weight[s : s + 2], ids, s) for s in (0, 2)]
+    torch.testing.assert_close(sum(parts), want, rtol=1e-13, atol=1e-14)
+    x.requires_grad_(), weight.requires_grad_()
+    torch.stack([row @ weight[e] for row, e in zip(x, ids)]).backward(grad)
+    found = ops.expert_mm_backward(x.detach(), weight.detach(), ids, grad, 0)
+    for got, expected in zip(found, (x.grad, weight.grad), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
+    assert not found[1][1].any()  # an expert without rows
+
+
 def test_checked_lets_through_and_raises() -> None:
     x, good = randn(3, 2, 2), torch.zeros(3, dtype=torch.int32)
     assert ops.checked(x, good, "linalg.inv", True) is x
@@ -82,6 +96,7 @@ KEY = step_key(3, 4)
 INDEX = torch.tensor([0, 5, 9])
 ATOMS = ((4, 6), (0, 6), (12, 1))
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
+    "expert_mm": (ops.expert_mm, (randn(3, 2), randn(4, 2, 5), torch.tensor([0, 3, 0]), 0)),
     "checked": (ops.checked, (randn(3, 2, 2), torch.zeros(3, dtype=torch.int32), "linalg.inv", True)),
     "embedding": (ops.embedding, (randn(4, 3), INDEX, 4)),
     "embedding_backward": (ops.embedding_backward, (randn(3, 4), INDEX, -1, 4, 4)),
