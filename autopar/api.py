@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import copied
+from autopar.capture.refuse import check_model
 from autopar.capture.tree import take_batch
 from autopar.compare import Report, Run, compare
 from autopar.cost.device import GENERIC
@@ -162,6 +163,7 @@ def verify(
     """
     mesh = as_mesh(mesh)
     check_mesh(mesh)
+    check_model(model, grads=True)  # a copy of the model has lost the hooks of its parameters
     chosen: Optimizer = optimizer if optimizer is not None else lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
     options = make_options(loss, chosen, plan, precision, batch_dim, "check", clip_grad_norm, seed, "eager", rules)
     wanted = {"fp64": torch.float64, "fp32": torch.float32}.get(precision or "")

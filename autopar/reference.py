@@ -31,15 +31,21 @@ class ReplaceRandom(ReplaceMode):
         self._modules = Modules(model)
         self._key = step_key(seed, step)
         self._calls: dict[tuple[str, str], int] = defaultdict(int)
+        self._sites: list[int] = []  # of the random calls so far, in order
 
     def __enter__(self) -> ReplaceRandom:
         self._entered = self._modules.entered()
         self._entered.__enter__()
+        # how many random calls there were is kept as the seed of torch's generator: torch.utils.checkpoint puts that back before it runs
+        # a region again, whose calls then are the ones they were
+        self._before = torch.get_rng_state()
+        torch.default_generator.manual_seed(len(self._sites))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        torch.set_rng_state(self._before)
         self._entered.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -73,10 +79,13 @@ class ReplaceRandom(ReplaceMode):
         name = str(func)
         if name not in REPLACEMENTS:
             return func(*args, **kwargs)
-        place = (self._modules.current, stem_of(name))
-        number = site(*place, self._calls[place])
-        self._calls[place] += 1
-        return REPLACEMENTS[name](*args, **kwargs, key=self._key, site=number)
+        index = torch.default_generator.initial_seed()
+        if index == len(self._sites):
+            place = (self._modules.current, stem_of(name))
+            self._sites.append(site(*place, self._calls[place]))
+            self._calls[place] += 1
+        torch.default_generator.manual_seed(index + 1)
+        return REPLACEMENTS[name](*args, **kwargs, key=self._key, site=self._sites[index])
 
 
 def _other_float(leaf: Any, exact: torch.dtype) -> bool:
@@ -116,8 +125,8 @@ def plain_steps(
         with ReplaceRandom(model, seed, number, exact):
             value = find_loss(model, tree.call(model, tree.fill([t.clone() for t in tensors])), batch, loss)
             assert value is not None
-        value = value.reshape(())
-        value.backward()
+            value = value.reshape(())
+            value.backward()  # which runs what is under torch.utils.checkpoint once more
         trace.losses.append(value.detach())
         trace.gradients = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
         if clip_grad_norm is not None:

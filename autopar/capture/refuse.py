@@ -7,6 +7,7 @@ import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -155,6 +156,59 @@ def restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+class Outside:
+    """The plain data that a model's code can reach beside its modules: globals, class attributes, variables that functions close over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: dict[int, tuple[str, Any]] = {}
+        self._seen: set[int] = set()
+        for module in model.modules():
+            for kind in type(module).__mro__:
+                if kind.__module__.split(".")[0] not in ("torch", "builtins", "typing", "abc"):
+                    self._places.setdefault(id(kind), (kind.__qualname__, kind))
+                    for function in vars(kind).values():
+                        self._add(function)
+            for value in vars(module).values():
+                self._add(value)
+        self._before = {at: self._now(place) for at, (_, place) in self._places.items()}
+
+    def _add(self, function: Any) -> None:
+        if not isinstance(function, FunctionType) or id(function) in self._seen or (function.__module__ or "").startswith("torch."):
+            return
+        self._seen.add(id(function))
+        self._places.setdefault(id(function.__globals__), (function.__module__, function.__globals__))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._places.setdefault(id(cell), (f"{name} of {function.__qualname__}", cell))
+            try:
+                self._add(cell.cell_contents)  # what a decorator wraps
+            except ValueError:
+                pass
+
+    @staticmethod
+    def _now(place: Any) -> dict[str, Any]:
+        if isinstance(place, CellType):
+            try:
+                table = {"": place.cell_contents}
+            except ValueError:  # not set yet
+                table = {}
+        else:
+            table = place if isinstance(place, dict) else dict(vars(place))
+        return {k: v for k, v in table.items() if isinstance(v, _PLAIN)} | {
+            k: type(v)(v) for k, v in table.items() if type(v) in (list, dict, set) and not k.startswith("__") and _plain_items(v) == v
+        }
+
+    def check(self) -> None:
+        """Raises CaptureError where a value isn't what it was when this was made."""
+        for at, (name, place) in self._places.items():
+            now = self._now(place)
+            for key, old in self._before[at].items():
+                if key in now and now[key] != old:
+                    raise CaptureError(
+                        f"The model changes {'.'.join(filter(None, (name, key)))} in its forward, from {old!r} to {now[key]!r}",
+                        why="a captured graph keeps the one value it saw", hint="keep counters as buffers: register_buffer and .add_(1)",
+                    )  # fmt: skip
 
 
 def _refill(container: Any, value: Any) -> None:

@@ -215,6 +215,7 @@ class _Run:
     def forward(self, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         before = self.before = refuse.Attributes(self.model)
         held = {(module, key): t for module in self.model.modules() for key, t in vars(module)["_buffers"].items()}
+        outside = refuse.Outside(self.model) if self.constants is None else None
         self.modules.stack.clear()
         batch = self.batch.fill(leaves)
         with SourceMode(self.modules, self._check_arguments, self.constants.after if self.constants else None):
@@ -222,6 +223,8 @@ class _Run:
             loss = find_loss(self.model, output, batch, self.loss, self.grads)
         self._write_back(held)
         refuse.check_python_state(before)
+        if outside is not None:  # what changes in every run; a flag that the first run sets is no counter
+            outside.check()
         if self.constants is None:
             # The trace runs the forward more than once; each run must find the model as the first one did.
             before.restore()

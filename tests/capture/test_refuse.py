@@ -260,6 +260,55 @@ def test_caches_and_records_are_no_state() -> None:
     assert model.cache is None and not model.records and not hasattr(model, "record")
 
 
+CALLS, SEEN, WARNED = 0, [0], False
+
+
+def _count(kind: str) -> Callable[..., Any]:
+    own, kept = 0, {"n": 0}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        global CALLS, WARNED
+        nonlocal own
+        if kind == "global":
+            CALLS += 1
+        elif kind == "list":
+            SEEN[0] += 1
+        elif kind == "closure":
+            own += 1
+        elif kind == "dict in a closure":
+            kept["n"] += 1
+        elif kind == "class":
+            type(m).made = getattr(type(m), "made", 0) + 1
+        elif not WARNED:
+            WARNED = True
+        return m.l(x).mean()
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("global", "test_refuse.CALLS"), ("list", "test_refuse.SEEN"), ("closure", "own of _count"), ("dict in a closure", "kept of _count"),
+     ("class", "made"), ("once", "")],
+)  # fmt: skip
+def test_counters_outside_the_model(kind: str, text: str) -> None:
+    """What a forward counts in globals, closures and classes would be lost; a flag that it sets once is none."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l, self.f = nn.Linear(4, 2), _count(kind)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.f(self, x)
+
+    if not text:
+        capture(Own(), torch.ones(2, 4))
+        return
+    with pytest.raises(CaptureError, match=f"The model changes .*{text}.* in its forward"):
+        capture(Own(), torch.ones(2, 4))
+
+
 @pytest.mark.filterwarnings("ignore:Error detected in CheckpointFunctionBackward")  # torch's own, on the way to the refusal
 def test_reentrant_checkpoint() -> None:
     model = model_of(lambda m, x: torch.utils.checkpoint.checkpoint(m.lin, x * m.lin.weight[0], use_reentrant=True).mean())

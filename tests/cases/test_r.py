@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.cases.run import MB2, Net, equal, near, values
+from autopar.step import Step
+from tests.cases.run import MB2, Net, equal, near, ranks, values
 
 
 def test_r01_one_mask_on_every_mesh() -> None:
@@ -32,3 +35,59 @@ def test_r01_dropout_after_sharded_and_replicated_activations() -> None:
         return (h * torch.bernoulli(torch.full_like(h, 0.5))).pow(2).mean()
 
     equal(Net(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 8), d=nn.Dropout(0.5)), torch.randn(4, 8), plans=(None, MB2))
+
+
+def test_r03_the_users_own_recompute_region() -> None:
+    """torch's checkpoint runs a region again in the backward: with the masks that it had, one region inside another too."""
+    torch.manual_seed(0)
+
+    def region(m: Any, x: Tensor, deep: bool = True) -> Tensor:
+        h = m.d(torch.tanh(m.a(x)))
+        return checkpoint(region, m, h, False, use_reentrant=False) if deep else F.dropout(h, 0.3)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = F.dropout(x, 0.2)
+        for _ in range(2):
+            h = h + checkpoint(region, m, m.d(h), use_reentrant=False)
+        return m.d(h).pow(2).mean()
+
+    equal(Net(forward, a=nn.Linear(8, 8), d=nn.Dropout(0.5)), torch.randn(4, 8), plans=(None, MB2))
+
+
+def test_r03_zeros_of_the_gradient_are_zeros_of_the_output() -> None:
+    w = nn.Parameter(torch.ones(1000))
+    model = Net(lambda m, x: checkpoint(lambda t: F.dropout(t * m.w, 0.5), x, use_reentrant=False).sum(), w=w)
+    ((loss, gradients), *_) = found = values("dp=2", model, torch.ones(2, 1000))
+    kept = values("dp=2", Net(lambda m, x: F.dropout(x * m.w, 0.5).sum(), w=nn.Parameter(torch.ones(1000))), torch.ones(2, 1000))
+    assert set(gradients["w"].tolist()) == {0.0, 2.0, 4.0} and gradients["w"].sum() == loss
+    assert all(torch.equal(g["w"], k["w"]) for (_, g), (_, k) in zip(found, kept, strict=True))
+
+
+def test_r04_side_effects_of_a_recompute_region_happen_once() -> None:
+    torch.manual_seed(0)
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l, self.bn = nn.Linear(6, 6), nn.BatchNorm1d(6)
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return self.bn(self.l(x)).relu()
+
+    block = Counted().double()
+    model, plain = (Net(f, block=copy.deepcopy(block)) for f in (
+        lambda m, x: checkpoint(m.block, x, use_reentrant=False).pow(2).mean(), lambda m, x: m.block(x).pow(2).mean()))  # fmt: skip
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def run(step: Step, rank: int) -> dict[str, Tensor]:
+        for _ in range(3):
+            step(step.shard(x))
+        return step.full_state_dict()
+
+    for _ in range(3):  # torch itself would count the block twice in every step
+        plain(x)
+    for state in ranks("dp=2", model, run):
+        assert state["block.count"] == 3 and state["block.bn.num_batches_tracked"] == 3
+        assert all(near(state[name], t) for name, t in plain.state_dict().items())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.api import verify
 from autopar.compare import ROUNDING, Report
+from autopar.errors import CaptureError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
 
@@ -106,3 +107,11 @@ def test_buffers_that_no_state_dict_holds() -> None:
     report = verify(Counting(), Mesh(dp=2), torch.randn(4, 4))
     assert report.ok, report.table()
     assert {"count", "unread"} <= {row.name for row in report.rows}
+
+
+def test_hooks_of_parameters_are_refused() -> None:
+    """A copy of a model has lost them, so they are looked for before."""
+    model = nn.Linear(4, 2)
+    model.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(CaptureError, match="weight has gradient hooks"):
+        verify(model, Mesh(dp=2), torch.ones(4, 4), loss=lambda out, batch: out.mean())
