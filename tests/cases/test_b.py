@@ -95,3 +95,30 @@ def test_b04_a_state_for_a_model_on_meta_and_init_for_what_no_state_holds() -> N
     step = autopar.parallelize(meta, autopar.Mesh(), init=fill)
     step.load_state_dict(real.state_dict())
     assert torch.allclose(step(x), real(x).detach(), rtol=1e-12)
+
+
+def test_b04_complex_tables() -> None:
+    """A table of rotations in complex64, which no checkpoint holds."""
+
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(8, 8)
+            angles = torch.outer(torch.arange(6.0), 1 / 100 ** (torch.arange(4) / 4))
+            self.register_buffer("table", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(self.l(x).unflatten(-1, (4, 2)))
+            return torch.view_as_real(pairs * self.table).flatten(-2).pow(3).mean()
+
+    torch.manual_seed(0)
+    table, x = Rotated().table, torch.randn(4, 6, 8)
+
+    def used(step: Step, rank: int) -> Tensor:
+        step(step.shard(x))
+        return step.module().table
+
+    for found in ranks("dp=2", Rotated(), used, precision="fp32"):
+        assert found.dtype == torch.complex64 and torch.equal(found, table)
+    torch.manual_seed(0)
+    equal(Rotated(), x, ("dp=2", "tp=2"), precision="fp32")

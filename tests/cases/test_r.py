@@ -91,3 +91,21 @@ def test_r04_side_effects_of_a_recompute_region_happen_once() -> None:
     for state in ranks("dp=2", model, run):
         assert state["block.count"] == 3 and state["block.bn.num_batches_tracked"] == 3
         assert all(near(state[name], t) for name, t in plain.state_dict().items())
+
+
+def test_r04_a_router_with_ties_chooses_alike_when_it_runs_again() -> None:
+    """Two experts score the same: the recomputed choice is the first one."""
+    torch.manual_seed(0)
+
+    def routed(m: Any, x: Tensor) -> Tensor:
+        score = m.router(x)
+        gate = F.one_hot(torch.cat([score, score], -1).argmax(-1), 4).to(x.dtype)
+        return torch.einsum("te,ted->td", gate, torch.einsum("td,edf->tef", x, m.experts))
+
+    model = Net(
+        lambda m, x: checkpoint(routed, m, x, use_reentrant=False).pow(2).mean(),
+        router=nn.Linear(6, 2), experts=nn.Parameter(torch.randn(4, 6, 6)),
+    )  # fmt: skip
+    equal(model, torch.randn(8, 6), ("dp=2", "tp=2"))
+    for _, gradients in values("dp=2", model, torch.randn(8, 6)):
+        assert not gradients["experts"][2:].any() and gradients["experts"][:2].any()

@@ -49,6 +49,29 @@ def test_x01_train_and_evaluate_in_turn() -> None:
     equal(model, x, ("dp=2", "tp=2"))
 
 
+def test_x01_eval_first_and_the_models_own_flags() -> None:
+    """Evaluation before the first step, ``model.eval()`` and ``model.train()`` between steps."""
+    torch.manual_seed(0)
+    model, x = Modes().double(), torch.randn(4, 8, dtype=torch.float64)
+    still = copy.deepcopy(model).eval()(x).item()
+
+    def run(step: Step, rank: int) -> list[float]:
+        rows = step.shard(x)
+        first = step.evaluate([rows])[0]
+        before = step.full_state_dict()
+        step._model.eval()
+        quiet = [step(rows).item() for _ in range(2)]
+        after = step.full_state_dict()
+        assert all(torch.equal(before[n], after[n]) for n in before)  # no optimizer, and statistics that eval leaves alone
+        step._model.train()
+        loud = [step(rows).item() for _ in range(2)]
+        assert loud[0] != loud[1] and not torch.equal(step.full_state_dict()["bn.running_mean"], before["bn.running_mean"])
+        return [first, *quiet]
+
+    for found in ranks("dp=2", model, run):
+        assert found == pytest.approx([still] * 3, rel=1e-10)
+
+
 def test_x01_a_model_in_eval_mode() -> None:
     torch.manual_seed(0)
     equal(Modes().eval(), torch.randn(4, 8), ("dp=2", "tp=2"))
