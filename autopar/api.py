@@ -175,7 +175,7 @@ def verify(
     batch = tree.fill([changed(t) for t in tensors])
     plain = copied(model)
     if wanted is not None:
-        plain = plain.to(wanted)
+        _cast(plain, wanted)
     share: dict[Any, Any] = {}
 
     def rank(comm: Comm) -> Run:
@@ -199,6 +199,13 @@ def verify(
     assert runs[0].compiled is not None
     casts = runs[0].compiled.lifted is not None
     return compare(runs, train(None), plain, batch, mesh, seed, make, train(wanted) if casts else None)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers in another precision, ties kept. ``Module.to`` would make complex tables real."""
+    for t in (*model.parameters(), *model.buffers()):
+        if t.is_floating_point() or t.is_complex():
+            t.data = t.data.to(dtype.to_complex() if t.is_complex() else dtype)
 
 
 def search(*args: Any, **kwargs: Any) -> Any:

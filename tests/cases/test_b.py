@@ -122,3 +122,4 @@ def test_b04_complex_tables() -> None:
         assert found.dtype == torch.complex64 and torch.equal(found, table)
     torch.manual_seed(0)
     equal(Rotated(), x, ("dp=2", "tp=2"), precision="fp32")
+    equal(Rotated(), x, ("dp=2", "tp=2"))
