@@ -5,22 +5,34 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
+import multiprocessing
+import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
+from tabulate import tabulate
 from torch import nn
 
 from autopar.capture import capture
+from autopar.compare import TOLERANCE
 from autopar.compiler import Compiled, compile_program
+from autopar.errors import AutoparError
+from autopar.inspect.tables import collective_rows
 from autopar.layout.mesh import Mesh
+from autopar.layout.traffic import bytes_sent
 from autopar.plan.plan import Plan
 from autopar.rules import DEFAULT
-from tests.equality.cases import IGNORE, ROWS, Model, text
+from tests.equality.cases import IGNORE, ROWS, Case, Model, text
+from tests.matrix import source_hash
 
 #: sizes at which the plan is the realistic one; they are compiled on meta and never run.
 HIDDEN, HEADS, VOCAB, SEQUENCE, BATCH = 2048, 16, 32000, 1024, 8
@@ -31,16 +43,16 @@ class Zoo(Model):
     """A model at two sizes. ``large(layers)`` → module, ``large_batch()`` → global batch: for looking at what is moved.
 
     Attributes:
-        reduces: the hand-known number of all-reduces of a hidden state over ``tp`` that a layer needs, forward and backward.
-        why: of what that number is made.
+        known: what a layer needs by hand: for every stream of hidden states the all-reduces over ``tp`` forward and backward, and tokens.
+        why: of what that is made.
+        more: why more is moved, where it is; and by how much at most, as a share of what is known.
     """
 
     large: Callable[[int], nn.Module] | None = None
     large_batch: Callable[[], Any] | None = None
-    reduces: tuple[int, int] = (2, 2)
-    why: str = "after attention and after the MLP"
-    width: int = HIDDEN
-    tokens: int = BATCH * SEQUENCE
+    known: tuple[tuple[int, int, int], ...] = ((2, 2, BATCH * SEQUENCE),)
+    why: str = "attention, MLP"
+    more: tuple[str, float] = ("", 0.0)
 
 
 def _causal(
@@ -55,7 +67,7 @@ def _causal(
     def wide(layers: int) -> nn.Module:
         return model(config(**{"vocab_size": VOCAB, "use_cache": False, **large, _layers(config): layers}, **dict.fromkeys(dropout, 0.0)))
 
-    return Zoo(name, build, lambda g: text(g, vocab), None, bool(dropout), wide, _large_text, **options)
+    return Zoo(name, build, lambda g: text(g, vocab), dropout=bool(dropout), large=wide, large_batch=_large_text, **options)
 
 
 def _layers(config: Any) -> str:
@@ -117,7 +129,7 @@ def _vit() -> Zoo:
     def wide_batch() -> Any:
         return {"pixel_values": torch.zeros(BATCH, 3, 224, 224), "labels": torch.zeros(BATCH, dtype=torch.long)}
 
-    return Zoo("ViT", build, batch, large=wide, large_batch=wide_batch, tokens=BATCH * 197)
+    return Zoo("ViT", build, batch, large=wide, large_batch=wide_batch, known=((2, 2, BATCH * 197),))
 
 
 def _t5() -> Zoo:
@@ -142,8 +154,8 @@ def _t5() -> Zoo:
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
         return {"input_ids": ids, "attention_mask": ids, "labels": ids}
 
-    return Zoo("T5", build, batch, large=wide, large_batch=wide_batch, reduces=(5, 5),
-               why="two of an encoder layer and three of a decoder layer (self and cross attention, MLP)")  # fmt: skip
+    return Zoo("T5", build, batch, large=wide, large_batch=wide_batch, known=((5, 5, BATCH * SEQUENCE),),
+               why="encoder: attention, MLP; decoder: attention, cross attention, MLP")  # fmt: skip
 
 
 def _whisper() -> Zoo:
@@ -167,8 +179,8 @@ def _whisper() -> Zoo:
     def wide_batch() -> Any:
         return {"input_features": torch.zeros(BATCH, 80, 3000), "labels": torch.zeros(BATCH, 448, dtype=torch.long)}
 
-    return Zoo("Whisper", build, batch, large=wide, large_batch=wide_batch, reduces=(5, 5),
-               why="two of an encoder layer and three of a decoder layer (self and cross attention, MLP)")  # fmt: skip
+    return Zoo("Whisper", build, batch, large=wide, large_batch=wide_batch, known=((2, 2, BATCH * 1500), (3, 3, BATCH * 448)),
+               why="encoder: attention, MLP; decoder: attention, cross attention, MLP")  # fmt: skip
 
 
 def _clip() -> Zoo:
@@ -195,7 +207,8 @@ def _clip() -> Zoo:
         ids = torch.zeros(BATCH, 77, dtype=torch.long)
         return {"input_ids": ids, "pixel_values": torch.zeros(BATCH, 3, 224, 224), "return_loss": True}
 
-    return Zoo("CLIP", build, batch, large=wide, large_batch=wide_batch, reduces=(4, 4), why="two of a text and two of an image layer")
+    return Zoo("CLIP", build, batch, large=wide, large_batch=wide_batch, divides=False,
+               known=((2, 2, BATCH * 77), (2, 2, BATCH * 50)), why="text: attention, MLP; image: attention, MLP")  # fmt: skip
 
 
 def _lora() -> Zoo:
@@ -210,7 +223,8 @@ def _lora() -> Zoo:
         base = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=VOCAB, use_cache=False, num_hidden_layers=layers, **LARGE, **KV_LARGE))
         return peft.get_peft_model(base, peft.LoraConfig(r=16, target_modules="all-linear"))
 
-    return Zoo("Llama, LoRA", build, lambda g: text(g, 96), large=wide, large_batch=_large_text)
+    more = "between the two matrices of an adapter 16 numbers a token are gathered", 0.05
+    return Zoo("Llama, LoRA", build, lambda g: text(g, 96), large=wide, large_batch=_large_text, more=more)
 
 
 MODELS: tuple[Zoo, ...] = (
@@ -218,7 +232,7 @@ MODELS: tuple[Zoo, ...] = (
     _causal("Gemma2", "Gemma2", {**SMALL, **KV, "sliding_window": 4, "query_pre_attn_scalar": 8},
             {**LARGE, **KV_LARGE, "sliding_window": 512}, ("attention_dropout",)),
     _causal("GPT-NeoX", "GPTNeoX", {**SMALL, "rotary_pct": 0.5}, LARGE, ("attention_dropout", "hidden_dropout"),
-            reduces=(1, 1), why="attention and MLP run side by side: one sum after both"),
+            known=((1, 1, BATCH * SEQUENCE),), why="attention and MLP side by side: one sum"),
     _causal("OPT", "OPT", dict(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32,
                                word_embed_proj_dim=32),
             dict(hidden_size=HIDDEN, ffn_dim=4 * HIDDEN, num_attention_heads=HEADS, max_position_embeddings=SEQUENCE,
@@ -226,11 +240,11 @@ MODELS: tuple[Zoo, ...] = (
     _causal("Bloom", "Bloom", dict(hidden_size=32, n_layer=2, n_head=4), dict(hidden_size=HIDDEN, n_head=HEADS),
             ("hidden_dropout", "attention_dropout")),
     _causal("Phi", "Phi", SMALL, LARGE, ("resid_pdrop", "embd_pdrop", "attention_dropout"),
-            reduces=(1, 1), why="attention and MLP run side by side: one sum after both"),
+            known=((1, 1, BATCH * SEQUENCE),), why="attention and MLP side by side: one sum"),
     _causal("Falcon", "Falcon", dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=True,
                                      num_kv_heads=2),
             dict(hidden_size=HIDDEN, num_attention_heads=HEADS, new_decoder_architecture=True, num_kv_heads=8),
-            ("attention_dropout", "hidden_dropout"), reduces=(1, 1), why="attention and MLP run side by side: one sum after both"),
+            ("attention_dropout", "hidden_dropout"), known=((1, 1, BATCH * SEQUENCE),), why="attention and MLP side by side: one sum"),
     _causal("Mixtral", "Mixtral", {**SMALL, **KV, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
             {**LARGE, **KV_LARGE, "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}, ("attention_dropout",)),
     _bert(),
@@ -253,24 +267,134 @@ def compiled(model: Zoo, layers: int, mesh: str, plan: Plan) -> Compiled:
     return compile_program(program, Mesh.parse(mesh), plan, DEFAULT, {i.name: 0 for i in program.inputs_of("batch")})
 
 
-#: (axis, phase, kind of collective, bytes of its whole tensor, whether it serves a bucket) to times.
-Traffic = Counter[tuple[str, str, str, int, bool]]
+#: (axis, phase, whether it serves a bucket) to bytes that a rank sends in a step.
+Traffic = Counter[tuple[str, str, bool]]
 
 
 def traffic(c: Compiled) -> Traffic:
-    """The collectives of a step. The whole tensor is what a gather gives and what a reduce-scatter takes."""
+    """What rank 0 sends in a step."""
     found: Traffic = Counter()
-    for node in c.final.nodes:
-        if node.op.startswith("comm."):
-            kind, ways = c.final.types[node.refs()[0]], c.final.mesh.count(node.args[1])
-            size = kind.nbytes * (ways if node.op == "comm.all_gather" else 1)
-            bucket = node.where.module.startswith("bucket")
-            found["+".join(node.args[1]), node.phase, node.op[5:], size, bucket] += c.spec.microbatches if node.region == "body" else 1
+    for row in collective_rows(c):
+        found["+".join(row.axes), row.phase, row.module.startswith("bucket")] += row.times * row.bytes
     return found
 
 
 def per_layer(model: Zoo, mesh: str, plan: Plan) -> tuple[Traffic, Traffic]:
     """What one layer more adds, and what is left when the layers are taken away."""
     two, three = (traffic(compiled(model, n, mesh, plan)) for n in (2, 3))
-    layer = Counter({k: three[k] - two[k] for k in three | two if three[k] != two[k]})
-    return layer, Counter({k: n for k in two if (n := two[k] - 2 * layer[k])})
+    return Counter({k: three[k] - two[k] for k in three}), Counter({k: 3 * two[k] - 2 * three[k] for k in three})
+
+
+def known_bytes(model: Zoo, ways: int) -> tuple[int, int]:
+    """The hand-known bytes that a rank sends for a layer over ``tp``, forward and backward."""
+    forward, backward = (sum(k[i] * bytes_sent("all_reduce", k[2] * HIDDEN, 2, ways) for k in model.known) for i in (0, 1))
+    return forward, backward
+
+
+def moved(model: Zoo) -> list[str]:
+    """The row of a model in the table of bytes, in MiB."""
+    shown = []
+    for plan in (Plan(), Plan(sequence=True)):
+        layer, _ = per_layer(model, "tp=4", plan)
+        shown += [f"{layer['tp', phase, False] / MIB:.1f}" for phase in ("forward", "backward")]
+    layer, rest = per_layer(model, "dp=4", Plan())
+    buckets = sum(layer["dp", phase, True] for phase in ("forward", "backward"))
+    samples = [sum(t["dp", phase, False] for phase in ("forward", "backward")) / MIB for t in (layer, rest)]
+    known = [f"{b / MIB:.1f}" for b in known_bytes(model, 4)]
+    return [model.name, *known, *shown, f"{buckets / MIB:.1f}", f"{samples[0]:.2f}", f"{samples[1]:.2f}",
+            "; ".join(filter(None, (model.why, model.more[0])))]  # fmt: skip
+
+
+MIB = 2**20
+MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "tp=4")
+VARIANTS = ("plain", "sequence", "microbatches=2", "dropout")
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "out" / "zoo.json"
+TEXT = """# Models of others
+
+Written by `python -m tests.zoo > docs/models.md`: classes of transformers and peft, unmodified, with small random configurations. A cell
+is one run of `autopar.verify`: all ranks simulated, three SGD steps, the largest relative difference of any loss, gradient, parameter
+or buffer in float64, where {allowed} is allowed. {filled} Sources {source}, {versions}.
+
+{equal}
+
+{refused}
+
+## What they move
+
+MiB that a rank sends for one layer more, at hidden {hidden}, {heads} heads, bfloat16, {batch} rows, compiled on meta: the difference
+between three layers and two. *Known* is the pattern known by hand: an all-reduce of a hidden state for every sum in the last
+column, forward and backward, which over 4 ranks sends 1.5 hidden states. `sequence` splits the same bytes into gathers and
+reduce-scatters, and gathers once more in the backward what it didn't keep. Over `dp` the gradients are reduced and the parameters
+gathered, 0.75 of their bytes each, in buckets; *samples* is what else goes over `dp` for a layer, *once* what goes over it in a
+step besides.
+
+{bytes}
+"""
+
+
+def every() -> list[Case]:
+    """All cells of the table."""
+    return [Case(m, m.name, mesh, variant) for m in MODELS for variant in VARIANTS for mesh in MESHES if variant != "dropout" or m.dropout]
+
+
+def run_case(name: str) -> dict[str, Any]:
+    """The result of one case, in any process."""
+    torch.set_num_threads(1)
+    case = {str(c): c for c in every()}[name]
+    try:
+        report = case.verify()
+    except AutoparError as error:
+        return {"told": "refused", "why": f"{error.what}" + (f" ({error.why})" if error.why else "")}
+    except Exception as error:  # noqa: BLE001 (told in the page)
+        return {"told": "RAISES", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    return {"told": f"{report.worst:.0e}" if report.ok else "DIFFERS", "why": "" if report.ok else report.table(1)}
+
+
+def page(found: dict[str, dict[str, Any]], rows: list[list[str]], source: str) -> str:
+    """docs/models.md."""
+    table = [
+        [m.name, v, *(found.get(f"{m.name} / {mesh} / {v}", {}).get("told", "") for mesh in MESHES)]
+        for m in MODELS for v in VARIANTS if v != "dropout" or m.dropout
+    ]  # fmt: skip
+    why: dict[str, list[str]] = {}
+    for name, result in found.items():
+        if result["why"]:
+            why.setdefault(result["why"], []).append(name)
+    headers = ("model", "known forward", "known backward", "tp=4 forward", "backward", "sequence forward", "backward", "dp=4 buckets",
+               "samples", "once", "sums of a layer")  # fmt: skip
+    return TEXT.format(
+        allowed=f"{TOLERANCE[torch.float64]:.0e}", filled=f"{len(found)} of {len(every())} cells are filled.", source=source,
+        versions=f"torch {torch.__version__}, transformers {hf.__version__}", hidden=HIDDEN, heads=HEADS, batch=BATCH,
+        equal=tabulate(table, headers=("model", "variant", *MESHES), tablefmt="github", disable_numparse=True),
+        refused="\n".join(f"- {', '.join(names)}: {text}" for text, names in why.items()) or "None is refused.",
+        bytes=tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True),
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("--only", default="", help="run only cases whose name has this text: model / mesh / variant")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args(arguments)
+    source = source_hash()
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = stored if stored.get("source") == source else {"source": source, "cases": {}, "bytes": {}}
+    todo = [str(c) for c in every() if options.only in str(c) and str(c) not in known["cases"]]
+    RESULTS.parent.mkdir(exist_ok=True)
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name, result in zip(todo, pool.map(run_case, todo), strict=True):
+            known["cases"][name] = result
+            RESULTS.write_text(json.dumps(known, indent=1))
+            print(name, result["told"], file=sys.stderr, flush=True)
+    for model in MODELS:
+        if model.name not in known["bytes"]:
+            known["bytes"][model.name] = moved(model)
+            RESULTS.write_text(json.dumps(known, indent=1))
+            print(model.name, known["bytes"][model.name], file=sys.stderr, flush=True)
+    print(page(known["cases"], [known["bytes"][m.name] for m in MODELS], source), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

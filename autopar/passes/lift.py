@@ -35,11 +35,12 @@ def lift(program: Program, precision: str | None) -> Program:
             return tuple(change(t) for t in tree)
         return tree
 
+    definitions = {"aten._grouped_mm.default": "autopar.grouped_mm"} if wanted == torch.float64 else {}
     types = {name: TensorType(change(t.dtype), t.shape) for name, t in program.types.items()}
     nodes: list[Node] = []
     floated: dict[str, str] = {}
     for old in program.nodes:
-        node = replace(old, args=change(old.args), kwargs=tuple((k, change(v)) for k, v in old.kwargs))
+        node = replace(old, op=definitions.get(old.op, old.op), args=change(old.args), kwargs=tuple((k, change(v)) for k, v in old.kwargs))
         if not old.refs() and _untold(old, program) and takes_dtype(resolve(old.op)):
             node = replace(node, kwargs=tuple(sorted((*((k, v) for k, v in node.kwargs if k != "dtype"), ("dtype", wanted)))))
         elif old.refs() and _untold(old, program):  # a quotient of integers, say: torch's own choice is float32

@@ -184,17 +184,22 @@ def analyse(program: Program, rules: Rules, batch_dims: Mapping[str, int | None]
 
 
 def _mark_stream(matrices: list[list[_Dim | None]]) -> None:
-    """Marks the dim that most matrices share. The dims inside a layer belong to that layer's few; without repetition there is no stream."""
+    """Marks the dims that run from layer to layer: such a one is shared by more matrices than any other dim of theirs, by far.
+
+    The dims inside a layer belong to that layer's few; without repetition there is no stream. A model of two towers has two.
+    """
     counts: dict[int, int] = {}
     leaves: dict[int, _Dim] = {}
+    beside: dict[int, set[int]] = {}
     for dims in matrices:
         found = {id(leaf.root()): leaf.root() for d in dims if d is not None for leaf in d.leaves()}
         for key, leaf in found.items():
             counts[key] = counts.get(key, 0) + 1
             leaves[key] = leaf
-    ranked = sorted(counts, key=lambda k: -counts[k])
-    if ranked and counts[ranked[0]] >= 4 and (len(ranked) == 1 or counts[ranked[0]] > 1.5 * counts[ranked[1]]):
-        leaves[ranked[0]].marks.add("stream")
+            beside.setdefault(key, set()).update(found.keys() - {key})
+    for key, count in counts.items():
+        if count >= 4 and all(count > 1.5 * counts[other] for other in beside[key]):
+            leaves[key].marks.add("stream")
 
 
 def _terms(node: Node, row: Row) -> Iterable[tuple[str, tuple[tuple[str, ...], ...]]]:

@@ -9,11 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.program import Node
-from autopar.rules.rule import Local, Rule
+from autopar.rules.rule import Local, Rule, Types
 
 
 def _first_expert(node: Node, local: Local) -> Node:
     return replace(node, args=(*node.args[:-1], local.start(local.inputs[1], 0)))
+
+
+def _grouped(node: Node, types: Types) -> str:
+    """Groups along the rows of the left operand, along the columns of the right one, or, where neither has a dim of them, along the sum."""
+    left, right = (len(types[name].shape) for name in node.refs()[:2])
+    if left == right == 2:
+        return "m t, t n, e -> e m n ; t: whole, e: whole"
+    return ("t k, e k n, e -> t n" if left == 2 else "e m k, k t, e -> m t") + " ; t: whole, e: whole, k: sum"
 
 
 RULES = (
@@ -35,10 +43,21 @@ RULES = (
     ),
     Rule(
         "aten._grouped_mm.default",
-        "t k, e k n, e -> t n ; t: whole, e: whole, k: sum",
+        _grouped,
         "0 | 1",
         contraction=True,
-        samples=("single[6, 16], single[3, 16, 16], ends6[3]",),
+        samples=(
+            "single[6, 16], single[3, 16, 16], ends6[3]",
+            "single[16, 16], single[16, 32], ends16[3]",
+            "single[3, 32, 16], single[16, 16], ends16[3]",
+        ),
+    ),
+    Rule(
+        "autopar.grouped_mm",
+        _grouped,
+        "0 | 1",
+        contraction=True,
+        samples=("f[6, 4], f[3, 4, 8], ends6[3]", "f[4, 6], f[6, 8], ends6[3]", "f[3, 4, 8], f[8, 6], ends6[3]"),
     ),
     Rule(
         "transformers.grouped_mm_fallback.default",

@@ -17,7 +17,7 @@ from autopar.runtime.comm import Comm
 
 __all__ = [
     "arange", "bernoulli", "checked", "cross_entropy_backward", "dropout", "embedding", "embedding_backward", "expert_mm",
-    "expert_mm_backward", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
+    "expert_mm_backward", "grouped_mm", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
 ]  # fmt: skip
 
 
@@ -84,6 +84,28 @@ def dropout(x: Tensor, keep: Tensor, scale: float) -> Tensor:
     The mask is scaled before the product, as torch does it: in bfloat16 the order shows.
     """
     return x * keep.to(x.dtype).mul(scale)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``aten._grouped_mm`` by its definition, in any type: a product for every group.
+
+    Groups are runs along the dim that a 2-dim operand has beside its dim in the product, or along the summed dim where both have 2
+    dims; ``ends`` says where each ends. What is in no group is zero. Only shapes, no values, decide what is computed: a group is a mask.
+    """
+    size = a.shape[-1] if a.dim() == b.dim() == 2 else a.shape[0] if a.dim() == 2 else b.shape[1]
+    place = torch.arange(size, device=ends.device)
+    inside = (place < ends.unsqueeze(1)) & (place >= torch.cat([ends.new_zeros(1), ends[:-1]]).unsqueeze(1))
+    parts = []
+    for group in range(ends.shape[0]):
+        mask = inside[group]
+        if a.dim() == b.dim() == 2:
+            parts.append(torch.where(mask, a, 0) @ b)
+        elif a.dim() == 2:
+            parts.append(torch.where(mask.unsqueeze(1), a, 0) @ b[group])
+        else:
+            parts.append(a[group] @ torch.where(mask, b, 0))
+    stacked = torch.stack(parts)
+    return stacked if a.dim() == b.dim() == 2 else stacked.sum(0)
 
 
 def arange(length: int, offset: int, start: float, step: float, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:

@@ -92,6 +92,13 @@ def test_checked_lets_through_and_raises() -> None:
         ops.checked(x, torch.tensor([0, 2, 0], dtype=torch.int32), "linalg.inv", True)
 
 
+def test_grouped_mm_is_torchs() -> None:
+    ends = torch.tensor([4, 4, 16], dtype=torch.int32)  # an empty group among them
+    for a, b in ((randn(16, 8), randn(3, 8, 4)), (randn(8, 16), randn(16, 4)), (randn(3, 4, 8), randn(8, 16))):
+        a, b = a.float(), b.float()
+        torch.testing.assert_close(ops.grouped_mm(a, b, ends), torch._grouped_mm(a, b, offs=ends))
+
+
 KEY = step_key(3, 4)
 INDEX = torch.tensor([0, 5, 9])
 ATOMS = ((4, 6), (0, 6), (12, 1))
@@ -100,6 +107,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
     "checked": (ops.checked, (randn(3, 2, 2), torch.zeros(3, dtype=torch.int32), "linalg.inv", True)),
     "embedding": (ops.embedding, (randn(4, 3), INDEX, 4)),
     "embedding_backward": (ops.embedding_backward, (randn(3, 4), INDEX, -1, 4, 4)),
+    "grouped_mm": (ops.grouped_mm, (randn(5, 3), randn(2, 3, 4), torch.tensor([2, 5], dtype=torch.int32))),
     "pick": (ops.pick, (randn(3, 4), INDEX, 1, 4)),
     "unpick": (ops.unpick, (randn(3), INDEX, 1, 4, 4)),
     "dropout": (ops.dropout, (randn(3), INDEX > 4, 2.0)),
