@@ -117,7 +117,7 @@ def assign(target: str, function: str, args: list[str] | None, indent: int, comm
     if len(f"{head}(") > WIDTH and ", " in target:
         first = bracket("(", target.split(", "), indent)
         return [*before, *first[:-1], *_call(f"{first[-1]} = ", function, args or [], indent)]
-    inner = _call(f"{pad}    ", function, args, indent + 4) if args else [f"{pad}    {function}"]
+    inner = _call(f"{pad}    ", function, args, indent + 4) if args else [f"{pad}    {function}" + ("" if args is None else "()")]
     if args is None and len(inner[0]) > WIDTH:  # an operator begins the line of its right operand
         left, sign, right = function.partition(f" {_OPERATOR.search(function)[1]} ")  # type: ignore[index]
         inner = [f"{pad}    {left}", f"{pad}    {sign.strip()} {right}"]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import make_options, parallelize
+from autopar.codegen.render import assign
 from autopar.compiler import Compiled
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
@@ -165,3 +166,9 @@ def test_one_rank_is_the_plain_model() -> None:
     wanted = plain_steps(model.double(), [batch], seed=4)
     assert abs(loss - wanted.losses[0]) < 1e-14
     assert set(step.gradients()) == {*wanted.gradients, "head.weight"}
+
+
+def test_a_long_call_without_arguments_stays_a_call() -> None:
+    name = "value_" * 20
+    text = "\n".join(assign(name, f"{name}.wait", [], 4))
+    assert text.count("\n") == 2 and f"{name}.wait()" in text
