@@ -325,9 +325,9 @@ or buffer in float64, where {allowed} is allowed. {filled} Sources {source}, {ve
 MiB that a rank sends for one layer more, at hidden {hidden}, {heads} heads, bfloat16, {batch} rows, compiled on meta: the difference
 between three layers and two. *Known* is the pattern known by hand: an all-reduce of a hidden state for every sum in the last
 column, forward and backward, which over 4 ranks sends 1.5 hidden states. `sequence` splits the same bytes into gathers and
-reduce-scatters, and gathers once more in the backward what it didn't keep. Over `dp` the gradients are reduced and the parameters
-gathered, 0.75 of their bytes each, in buckets; *samples* is what else goes over `dp` for a layer, *once* what goes over it in a
-step besides.
+reduce-scatters; where two norms, or a norm and a router, read the stream side by side, both results are gathered. Over `dp` the
+gradients are reduced and the parameters gathered, 0.75 of their bytes each, in buckets; *samples* is what else goes over `dp` for
+a layer, *once* what goes over it in a step besides.
 
 {bytes}
 """
