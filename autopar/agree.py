@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,9 +89,17 @@ def compare_values(comm: Comm, tensors: Mapping[str, Tensor], site: str, hint: s
             ).alike()
 
 
+class Answer(Enum):
+    """What the ranks of a call have in common."""
+
+    READY = "all have its program"
+    COMPILE = "not all have its program"
+    UNEVEN = "data ranks hold different numbers of rows"
+
+
 def compare_call(
-    comm: Comm, mine: Mapping[str, Any], tensors: Sequence[Tensor], problem: AutoparError | None, ready: bool
-) -> Callable[[], bool]:
+    comm: Comm, mine: Mapping[str, Any], rows: Sequence[int] | None, tensors: Sequence[Tensor], problem: AutoparError | None, ready: bool
+) -> Callable[[], Answer]:
     """Starts to compare a call: all ranks make the same one, on batches of one kind; ranks of one data coordinate hold the same rows.
 
     One small exchange a call: without it ranks that differ would wait for each other for ever. Only where they differ a second one tells
@@ -98,39 +107,41 @@ def compare_call(
 
     Args:
         mine: what the call is, by name.
+        rows: how many rows every input of the batch has here, where data ranks may differ in it; None where they may not.
         tensors: this rank's rows.
         problem: why this rank can't take part: then nobody does.
         ready: whether this rank has the program.
 
     Returns:
-        The rest of it, which waits for the others and raises, the same on all, where ranks differ or one can't; it gives whether all have
-        the program. Collective.
+        The rest of it, which waits for the others and raises, the same on all, where ranks differ or one can't. Collective.
     """
     mesh = comm.mesh
     if mesh.size == 1:
         raise_first([problem], problem)
-        return lambda: ready
-    rows = 0
+        return lambda: Answer.READY if ready else Answer.COMPILE
+    seen = 0
     if mesh.size > mesh["dp"]:
         for t in tensors:
-            rows = zlib.crc32(_bytes(t), rows)
+            seen = zlib.crc32(_bytes(t), seen)
     told = hashlib.sha256(repr(mine).encode()).digest()
-    finish = comm.exchange_later((told, comm.coords.get("dp", 0), rows, problem, ready), site="call")
+    finish = comm.exchange_later((told, comm.coords.get("dp", 0), seen, problem, ready, rows), site="call")
 
-    def check() -> bool:
+    def check() -> Answer:
         everyone = finish()
-        raise_first([theirs for _, _, _, theirs, _ in everyone], problem)
+        raise_first([theirs for _, _, _, theirs, _, _ in everyone], problem)
         if any(theirs != everyone[0][0] for theirs, *_ in everyone):
             first_difference(comm.exchange(mine, site="difference"))
         first: dict[int, tuple[int, int]] = {}
-        for rank, (_, data, digested, _, _) in enumerate(everyone):
+        for rank, (_, data, digested, _, _, _) in enumerate(everyone):
             other, known = first.setdefault(data, (rank, digested))
             if known != digested:
                 raise InputError(
                     f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
                     hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
                 ).alike()
-        return all(theirs for *_, theirs in everyone)
+        if any(theirs != everyone[0][5] for *_, theirs in everyone):
+            return Answer.UNEVEN
+        return Answer.READY if all(theirs for *_, theirs, _ in everyone) else Answer.COMPILE
 
     return check
 

@@ -22,6 +22,7 @@ from autopar.plan.cache import Cache
 from autopar.plan.plan import Plan
 from autopar.progress import Progress
 from autopar.rules import Rules
+from autopar.rules.atoms import analyse
 
 #: path of the extra output of an evaluation: what its loss was divided by.
 WEIGHT = "autopar.weight"
@@ -56,18 +57,23 @@ def compile_step(
     groups: Mapping[str, int] | None = None,
     like: Compiled | None = None,
     progress: Progress | None = None,
+    whole: bool = False,
 ) -> Compiled:
     """Captures a model on the global batch and compiles the program of a rank: no processes, and no values of weights or batch, are needed.
 
     Args:
         tree, tensors: the rows of one rank, taken apart; only types and shapes matter.
+        whole: they are the rows of all ranks: each computes them all.
         kind: what a call returns: ``train``, ``eval`` or ``forward``.
         groups: the optimizer's parameter group of every path.
         like: an earlier compilation whose layout of parameters is kept.
         progress: keeps the time of the stages and shows it; by default it is shown nowhere.
     """
     dims = find_dims(options.batch_dim, tree, tensors)
-    count = (options.plan.microbatches or 1) if kind == "train" else 1
+    plan = options.plan if kind == "train" and not whole else replace(options.plan, microbatches=1)
+    count = plan.microbatches or 1
+    if like is not None and any(t.shape[d] % count for t, d in zip(tensors, dims, strict=True) if d is not None):
+        plan, count = replace(plan, microbatches=1), 1  # a short last batch
     shapes = []
     for path, t, dim in zip(tree.paths, tensors, dims, strict=True):
         shape = list(t.shape)
@@ -76,7 +82,7 @@ def compile_step(
                 raise InputError(f"batch_dim {dim} of batch leaf {path!r} doesn't exist in shape {tuple(shape)}")
             if shape[dim] % count:
                 raise InputError(f"batch input {path!r} has {shape[dim]} rows on this rank, which {count} microbatches don't divide")
-            shape[dim] *= mesh["dp"]
+            shape[dim] *= 1 if whole else mesh["dp"]
         shapes.append(torch.empty(shape, dtype=t.dtype, device="meta"))
     with progress or Progress() as progress:
         progress.at("capture")
@@ -85,8 +91,7 @@ def compile_step(
             tick=progress.tick,
         )  # fmt: skip
         captured = _wanted_outputs(canonicalize(captured) if kind == "eval" else captured, kind)
-        batch_dims = {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
-        plan = options.plan if kind == "train" else replace(options.plan, microbatches=1)
+        batch_dims = {} if whole else {i.name: d for i, d in zip(captured.inputs_of("batch"), dims, strict=True)}
         compiled = compile_program(
             captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
             device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.", progress=progress,
@@ -95,8 +100,25 @@ def compile_step(
     return replace(compiled, seconds=progress.seconds)
 
 
-def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0) -> Any:
-    """The rows of data coordinate ``index`` of a global batch in ``count`` microbatches: microbatch outer, data coordinate inner."""
+def row_dims(compiled: Compiled, rules: Rules, dims: Sequence[int | None]) -> list[int | None]:
+    """Which dim of every output of a program counts samples."""
+    program = compiled.split
+    batch_dims = dict(zip((i.name for i in program.inputs_of("batch")), dims, strict=True))
+    atoms, found = analyse(program, rules, batch_dims), []
+    for output in program.outputs_of("output"):
+        marks, own = iter(atoms.marks[output.value]), list[bool]()
+        for dim in atoms.dims[output.value]:
+            first, *_ = [next(marks) for _ in dim] or [frozenset[str]()]
+            own.append("batch" in first)
+        found.append(own.index(True) if True in own else None)
+    return found
+
+
+def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0, strict: bool = True) -> Any:
+    """The rows of data coordinate ``index`` of a global batch in ``count`` microbatches: microbatch outer, data coordinate inner.
+
+    Rows that don't divide are refused; or, unless ``strict``, the first ranks get one more.
+    """
     tree, tensors = take_batch(batch)
     ways, out = mesh["dp"], []
     for path, tensor, dim in zip(tree.paths, tensors, find_dims(batch_dim, tree, tensors), strict=True):
@@ -104,6 +126,9 @@ def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0)
             out.append(tensor)
             continue
         rows = tensor.shape[dim]
+        if rows % (ways * count) and not strict:
+            out.append(tensor.tensor_split(ways, dim)[index])
+            continue
         if rows % (ways * count):
             raise InputError(
                 f"batch input {path!r} has {rows} rows, which {count} microbatches over {ways} data ranks don't divide",
@@ -197,4 +222,4 @@ def _divisor(program: Program, loss: str) -> str | None:
     return node.args[1].name
 
 
-__all__ = ["WEIGHT", "Options", "compile_step", "cut_rows", "filled_plan", "find_dims"]
+__all__ = ["WEIGHT", "Options", "compile_step", "cut_rows", "filled_plan", "find_dims", "row_dims"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
 from autopar.passes.bounds import check_bounds
 from autopar.plan.plan import Plan
-from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims
+from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_plan, find_dims, row_dims
 from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
@@ -54,13 +54,33 @@ def guarded(method: F) -> F:
     return cast(F, run)
 
 
+class _Call(NamedTuple):
+    """What a program is compiled for. ``types``: dtype and shape of the batch's tensors; ``state``, ``flags``: digests of the model's.
+
+    ``whole``: the tensors are the rows of all ranks.
+    """
+
+    kind: str
+    structure: str = ""
+    paths: tuple[str, ...] = ()
+    constants: str = ""
+    types: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()
+    state: int = 0
+    flags: int = 0
+    whole: bool = False
+
+
 class _NotReady(Exception):
-    """Another rank lacks the program that this one has begun."""
+    """Ranks can't all run the program that this one has begun."""
+
+    def __init__(self, answer: agree.Answer) -> None:
+        super().__init__(answer.value)
+        self.answer = answer
 
 
-def _all_ready(check: Callable[[], bool]) -> None:
-    if not check():
-        raise _NotReady
+def _all_ready(check: Callable[[], agree.Answer]) -> None:
+    if (answer := check()) is not agree.Answer.READY:
+        raise _NotReady(answer)
 
 
 @dataclass
@@ -71,6 +91,7 @@ class _Loaded:
     run: Executable
     tree: BatchTree
     dims: list[int | None]
+    whole: bool  # every data rank computes all rows
 
 
 class Step:
@@ -94,6 +115,7 @@ class Step:
         self._waiting: Mapping[str, Tensor] | None = None
         self._prepared: opt.Prepared | None = None
         self._versions: list[int] = []  # of the parts, when they were last gathered
+        self._brought = (0, 0, 0)  # of a batch that came unevenly: this rank's first row, how many, and all
         self._closed = False
         self._followed = Followed(model)
         self.metrics: dict[str, Any] = {}
@@ -172,6 +194,13 @@ class Step:
         """The model's outputs for this rank's rows, in eval mode, without gradients. Outputs without a batch dim are whole."""
         self._check_open()
         loaded, _, (_, _, _, outputs) = self._run("forward", batch)
+        if loaded.whole:
+            start, count, rows = self._brought
+            dims = row_dims(loaded.compiled, self._options.rules, loaded.dims)
+            outputs = tuple(
+                out if d is None else out.narrow(d, start * (out.shape[d] // rows), count * (out.shape[d] // rows))
+                for out, d in zip(outputs, dims, strict=True)
+            )
         return rebuild_output(loaded.compiled.program.output_tree, outputs)
 
     # -- data
@@ -182,9 +211,12 @@ class Step:
         return True in self._comm.exchange(bool(flag), site="any")
 
     def shard(self, batch: Any) -> Any:
-        """This rank's rows of a batch that every rank holds: microbatch outer, data coordinate inner."""
+        """This rank's rows of a batch that every rank holds: microbatch outer, data coordinate inner.
+
+        The first batch has to divide. Of a later one that doesn't (the last of a data set, say) the first ranks get a row more than others.
+        """
         index = self._comm.coords.get("dp", 0)
-        return cut_rows(batch, self.mesh, index, self._plan.microbatches or 1, self._options.batch_dim)
+        return cut_rows(batch, self.mesh, index, self._plan.microbatches or 1, self._options.batch_dim, strict=self._train is None)
 
     # -- state
 
@@ -419,8 +451,8 @@ class Step:
 
     def _rows(self, tensors: Sequence[Tensor], loaded: _Loaded) -> int:
         """Samples of the global batch; 1 where nothing counts samples."""
-        dims = self._dims(loaded.tree, tensors)
-        return next((t.shape[d] * self.mesh["dp"] for t, d in zip(tensors, dims, strict=True) if d is not None), 1)
+        dims, ways = self._dims(loaded.tree, tensors), 1 if loaded.whole else self.mesh["dp"]
+        return next((t.shape[d] * ways for t, d in zip(tensors, dims, strict=True) if d is not None), 1)
 
     def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """A batch on the mesh's device, in the wanted precision."""
@@ -437,18 +469,18 @@ class Step:
         Where this rank has the program, as nearly always, it is begun at once, and what the other ranks say is heard before its first
         collective. Until then nothing has changed that can't be thrown away.
         """
-        signature, tree, tensors, check = self._ask(kind, batch)
-        if signature in self._loaded:
+        call, tree, tensors, check = self._ask(kind, batch)
+        if call in self._loaded:
             self._comm.hold(partial(_all_ready, check))
             try:
-                return self._start(self._loaded[signature], tensors)
-            except _NotReady:
-                known = False
+                return self._start(self._loaded[call], tensors)
+            except _NotReady as error:
+                answer = error.answer
             finally:
                 self._comm.hold(None)
         else:
-            known = check()
-        return self._start(self._compiled(signature, tree, tensors, known), tensors)
+            answer = check()
+        return self._start(*self._settled(call, tree, tensors, answer))
 
     def _start(self, loaded: _Loaded, tensors: Sequence[Tensor]) -> tuple[_Loaded, list[Tensor], Started]:
         state, placed = self._need(), self._placed(tensors)
@@ -464,41 +496,75 @@ class Step:
 
     def _ready(self, kind: str, batch: Any) -> _Loaded:
         """The program for this kind of call and these shapes, compiled at its first use."""
-        signature, tree, tensors, check = self._ask(kind, batch)
-        return self._compiled(signature, tree, tensors, check())
+        call, tree, tensors, check = self._ask(kind, batch)
+        return self._settled(call, tree, tensors, check())[0]
 
-    def _ask(self, kind: str, batch: Any) -> tuple[tuple[Any, ...], BatchTree, list[Tensor], Callable[[], bool]]:
+    def _ask(self, kind: str, batch: Any) -> tuple[_Call, BatchTree, list[Tensor], Callable[[], agree.Answer]]:
         """What a call is, and how to hear whether the other ranks make the same."""
-        signature: tuple[Any, ...] = (kind, "", (), "", (), 0, 0)
+        call = _Call(kind)
         tree: BatchTree | None = None
         tensors: list[Tensor] = []
+        dims: list[int | None] = []
         problem: AutoparError | None = None
         try:
             # what the model is, flags and plain attributes, is part of what is captured: model.eval() is followed
             state, flags, trained = self._followed.now()
             tree, tensors = take_batch(batch)
             types = tuple((t.dtype, tuple(t.shape)) for t in tensors)
-            signature = (
-                kind, f"{tree.form} {tree.spec}", tree.paths, str(tree.leaves), types, state, flags if kind == "train" else 0,
-            )  # fmt: skip
+            structure = f"{tree.form} {tree.spec}"
+            call = _Call(kind, structure, tree.paths, str(tree.leaves), types, state, flags if kind == "train" else 0)
             self._check_batch(tree, tensors, trained)
-            if signature in self._loaded:
-                self._check_values(self._loaded[signature], tensors)
+            dims = self._dims(tree, tensors)
+            if call in self._loaded:
+                self._check_values(self._loaded[call], tensors)
         except AutoparError as error:
             problem = error
-        check = self._agree_on_call(signature, tensors, problem)
+        check = self._agree_on_call(call, tensors, dims, problem)
         if problem is not None:
             check()
         assert tree is not None
-        return signature, tree, tensors, check
+        return call, tree, tensors, check
 
-    def _compiled(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor], known: bool) -> _Loaded:
-        if known:
-            return self._loaded[signature]
-        self._loaded.pop(signature, None)  # the model of another rank has changed: all compile, and compare
-        loaded = self._get(signature, tree, tensors)
-        agree.together(self._comm, lambda: self._check_values(loaded, tensors), "batch")
-        return loaded
+    def _settled(self, call: _Call, tree: BatchTree, tensors: list[Tensor], answer: agree.Answer) -> tuple[_Loaded, list[Tensor]]:
+        """The program of a call and what it is run on, once the ranks have been heard."""
+        known = answer is agree.Answer.READY
+        if answer is agree.Answer.UNEVEN:
+            call, tensors = self._whole_batch(call, tree, tensors)
+            known = all(self._comm.exchange(call in self._loaded, site="program"))
+        if not known:
+            self._loaded.pop(call, None)  # the model of another rank has changed: all compile, and compare
+            self._get(call, tree, tensors)
+        loaded = self._loaded[call]
+        if not known or answer is agree.Answer.UNEVEN:
+            agree.together(self._comm, lambda: self._check_values(loaded, tensors), "batch")
+        return loaded, tensors
+
+    def _whole_batch(self, call: _Call, tree: BatchTree, tensors: list[Tensor]) -> tuple[_Call, list[Tensor]]:
+        """The call on rows that data ranks hold unevenly, as a short last batch: dealt out evenly if they divide, else all on every rank.
+
+        The batch is the ranks' rows one after the other.
+        """
+        dims, ways = self._dims(tree, tensors), self.mesh["dp"]
+        ranks = self._comm.exchange([t.cpu() for t in tensors], site="rows")
+        firsts = [next(r for r in range(self.mesh.size) if self.mesh.coords(r).get("dp", 0) == at) for at in range(ways)]
+        whole = [
+            t if d is None else torch.cat([ranks[r][k] for r in firsts], d) for k, (t, d) in enumerate(zip(tensors, dims, strict=True))
+        ]
+        counts = sorted({w.shape[d] for w, d in zip(whole, dims, strict=True) if d is not None})
+        even = call.kind != "forward" and all(n % ways == 0 for n in counts)
+        if even:
+            index = self._comm.coords.get("dp", 0)
+            whole = [w if d is None else w.tensor_split(ways, d)[index].contiguous() for w, d in zip(whole, dims, strict=True)]
+        if not counts or not counts[0]:
+            raise InputError("the batch has no rows on any rank").alike()
+        how = "dealt out evenly" if even else f"{counts} rows don't divide by dp={ways}: every data rank computes all of them"
+        k, dim = next((k, d) for k, d in enumerate(dims) if d is not None)
+        before = sum(ranks[r][k].shape[dim] for r in firsts[: self._comm.coords.get("dp", 0)])
+        self._brought = (before, tensors[k].shape[dim], whole[k].shape[dim])
+        call = call._replace(types=tuple((t.dtype, tuple(t.shape)) for t in whole), whole=not even)
+        if call not in self._loaded:
+            self.reports.append(f"{call.kind}: data ranks hold different numbers of rows; {how}")
+        return call, whole
 
     def _check_batch(self, tree: BatchTree, tensors: Sequence[Tensor], trained: Sequence[str]) -> None:
         """What can be said against a batch before its program is known."""
@@ -515,19 +581,18 @@ class Step:
     def _check_values(self, loaded: _Loaded, tensors: Sequence[Tensor]) -> None:
         check_bounds(loaded.compiled.bounds, tensors, loaded.dims)
 
-    def _get(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
-        kind = signature[0]
-        if signature not in self._loaded:
-            if kind != "train" and self._train is None:
-                self._get(("train", *signature[1:-1], self._followed.now()[1]), tree, tensors)
-            self._loaded[signature] = self._compile(signature, tree, tensors)
-        return self._loaded[signature]
+    def _get(self, call: _Call, tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
+        if call not in self._loaded:
+            if call.kind != "train" and self._train is None:
+                self._get(call._replace(kind="train", flags=self._followed.now()[1]), tree, tensors)
+            self._loaded[call] = self._compile(call, tree, tensors)
+        return self._loaded[call]
 
-    def _compile(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
+    def _compile(self, call: _Call, tree: BatchTree, tensors: Sequence[Tensor]) -> _Loaded:
         """Compiles for one kind of call and one set of shapes; the first is the training step, whose layout the others keep."""
-        kind, begun = signature[0], time.perf_counter()
+        kind, begun = call.kind, time.perf_counter()
         self._agree_on_model()
-        compiled = agree.together(self._comm, lambda: self._program(signature, tree, tensors), "compile")
+        compiled = agree.together(self._comm, lambda: self._program(call, tree, tensors), "compile")
         # what the ranks run is the same text, whatever their models look like
         text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
         if len(set(self._comm.exchange(text, site="program"))) > 1:
@@ -539,7 +604,7 @@ class Step:
             self.reports.append(
                 f"compiled {kind} for batch shapes {[tuple(t.shape) for t in tensors]} in {time.perf_counter() - begun:.1f} s"
             )
-        return _Loaded(compiled, run, tree, find_dims(self._options.batch_dim, tree, tensors))
+        return _Loaded(compiled, run, tree, find_dims(self._options.batch_dim, tree, tensors), call.whole)
 
     def _begin(self, compiled: Compiled) -> None:
         """Takes the first compilation: its plan, the weights in its layout, the optimizer over its parts."""
@@ -559,18 +624,18 @@ class Step:
                     parts.setdefault(bucket.group, []).append(part)
             opt.attach(self._prepared, parts)
 
-    def _program(self, signature: tuple[Any, ...], tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
+    def _program(self, call: _Call, tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
         """Captures on the global batch and compiles."""
         share = self._share if self._share is not None else {}
-        if signature not in share:
+        if call not in share:
             groups = self._prepared.group_of if self._prepared is not None else {}
             shown = sys.stderr if self._options.progress and self._comm.rank == 0 else None
             progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
             options = replace(self._options, plan=self._plan)
-            share[signature] = compile_step(self._model, self.mesh, options, tree, tensors, signature[0], groups, self._train, progress)
+            share[call] = compile_step(self._model, self.mesh, options, tree, tensors, call.kind, groups, self._train, progress, call.whole)
             if options.cache is not None:
                 self.reports += options.cache.take_reports()
-        return share[signature]
+        return share[call]
 
     def _load(self, compiled: Compiled) -> Executable:
         segment = None
@@ -583,19 +648,31 @@ class Step:
 
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
-    def _agree_on_call(self, signature: tuple[Any, ...], tensors: Sequence[Tensor], problem: AutoparError | None) -> Callable[[], bool]:
+    def _agree_on_call(
+        self, call: _Call, tensors: Sequence[Tensor], dims: Sequence[int | None], problem: AutoparError | None
+    ) -> Callable[[], agree.Answer]:
         """To hear whether every rank has the program of this call."""
-        kind, structure, paths, constants, types, _, flags = signature
+        rows: list[int] | None = None
+        shapes = [list[Any](shape) for _, shape in call.types]
+        if self._train is not None:  # the first batch sets the program; later ones may be shorter
+            rows = []
+            for shape, dim in zip(shapes, dims):
+                if dim is not None and -len(shape) <= dim < len(shape):
+                    rows.append(shape[dim])
+                    shape[dim] = "rows"
         mine = {
-            "call": kind,
-            "batch shapes": [(p, str(d).removeprefix("torch."), shape) for p, (d, shape) in zip(paths, types, strict=True)],
-            "constant in its batch": constants,
-            "structure of its batch": structure,
-            "training flag": flags,
+            "call": call.kind,
+            "batch shapes": [
+                (path, str(dtype).removeprefix("torch."), shape)
+                for path, (dtype, _), shape in zip(call.paths, call.types, shapes, strict=True)
+            ],
+            "constant in its batch": call.constants,
+            "structure of its batch": call.structure,
+            "training flag": call.flags,
             "changes to parameters": [_torch.version(p) - v for p, v in zip(self._state.parts, self._versions)] if self._state else [],
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
-        return agree.compare_call(self._comm, mine, tensors, problem, signature in self._loaded)
+        return agree.compare_call(self._comm, mine, rows, tensors, problem, call in self._loaded)
 
     def _agree_on_model(self) -> None:
         """All ranks hold one model and were given the same options. Else InputError on every rank."""
@@ -667,7 +744,7 @@ class Step:
 
     def _measure(self, loaded: _Loaded, tensors: Sequence[Tensor], loss: Tensor, norm: Any, seconds: float) -> None:
         records = self._comm.take_records()
-        tokens = max((t.numel() for t in tensors), default=0) * self.mesh["dp"]
+        tokens = max((t.numel() for t in tensors), default=0) * (1 if loaded.whole else self.mesh["dp"])
         sent: dict[str, int] = {}
         waited: dict[str, float] = {}
         for r in records:

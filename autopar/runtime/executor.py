@@ -156,7 +156,8 @@ def make_state(spec: Spec, values: Callable[[str], Tensor], buffers: Mapping[str
             piece = cut(values(m.path).detach().to(device), m.sharding, mesh, comm.coords)
             flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
         whole.append(flat)
-        parts.append(nn.Parameter(own(flat, bucket, comm, spec.zero)))
+        # of `data`: what a gather writes to the rest of the flat tensor is no change of the part
+        parts.append(nn.Parameter(own(flat, bucket, comm, spec.zero).data))
     fixed = {
         path: cut(values(path).detach().to(device), sharding, mesh, comm.coords).to(dtype)
         for path, (dtype, sharding) in spec.params.items()
