@@ -31,7 +31,7 @@ def _run(mesh: str, third: str) -> list[list[float]]:
                 if third == "loader":
                     raise ValueError("planted in the data loader")
                 changed = {"id": (rows[0] + 100, rows[1]), "label": (rows[0], rows[1] + 100), "rows": (rows[0][:2], rows[1][:2]),
-                           "values": (rows[0] + 1, rows[1])}  # fmt: skip
+                           "values": (rows[0] + 1, rows[1]), "wide": (rows[0][:, None], rows[1])}  # fmt: skip
                 rows = changed[third]
             losses.append(step(rows).item())
         return losses
@@ -59,7 +59,14 @@ def test_f01_outside_a_sharded_vocabulary(mesh: str, what: str) -> None:
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_f01_other_shape_on_one_rank(mesh: str) -> None:
     with pytest.raises(InputError, match="batch shapes"):
-        _run(mesh, "rows")
+        _run(mesh, "wide")
+
+
+def test_f01_other_number_of_rows() -> None:
+    """Data ranks may hold fewer (``test_rows.py``); ranks of the same data may not."""
+    assert all(len(losses) == 3 for losses in _run("dp=2", "rows"))
+    with pytest.raises(InputError, match="other rows"):
+        _run("tp=2", "rows")
 
 
 def test_f01_other_rows_on_a_rank_of_the_same_data() -> None:

@@ -107,7 +107,7 @@ def bad_input() -> list[str]:
         except InputError as error:
             said.append(str(error))
         said.append(str(float(step(rows))))
-    for changed in (rows[0] + 16, rows[0][:2]):
+    for changed in (rows[0] + 16, rows[0][:, None]):
         try:
             step((changed if rank == VICTIM else rows[0], rows[1]))
         except InputError as error:
