@@ -291,9 +291,10 @@ def known_bytes(model: Zoo, ways: int) -> tuple[int, int]:
     return forward, backward
 
 
-def moved(model: Zoo) -> list[str]:
+def moved(name: str) -> list[str]:
     """The row of a model in the table of bytes, in MiB."""
-    shown = []
+    torch.set_num_threads(1)
+    model, shown = next(m for m in MODELS if m.name == name), []
     for plan in (Plan(), Plan(sequence=True)):
         layer, _ = per_layer(model, "tp=4", plan)
         shown += [f"{layer['tp', phase, False] / MIB:.1f}" for phase in ("forward", "backward")]
@@ -387,11 +388,11 @@ def main(arguments: list[str] | None = None) -> int:
             known["cases"][name] = result
             RESULTS.write_text(json.dumps(known, indent=1))
             print(name, result["told"], file=sys.stderr, flush=True)
-    for model in MODELS:
-        if model.name not in known["bytes"]:
-            known["bytes"][model.name] = moved(model)
+        left = [m.name for m in MODELS if m.name not in known["bytes"]]
+        for name, row in zip(left, pool.map(moved, left), strict=True):
+            known["bytes"][name] = row
             RESULTS.write_text(json.dumps(known, indent=1))
-            print(model.name, known["bytes"][model.name], file=sys.stderr, flush=True)
+            print(*row, file=sys.stderr, flush=True)
     print(page(known["cases"], [known["bytes"][m.name] for m in MODELS], source), end="")
     return 0
 
