@@ -1,11 +1,12 @@
-"""autopar beside torch's own parallelisms, in one run: ``python benchmarks/peers.py`` (``--help`` lists the options).
+"""autopar beside other parallelisms, in one run: ``python benchmarks/peers.py`` (``--help`` lists the options).
 
 Every contestant trains the same model from the same weights on the same batches with the same optimizer. All of them live in the same
 two processes of one thread each and take turns, a block of steps at a time, so that whatever else the machine does hits them alike;
 ratios are those of neighbouring blocks. Their losses are compared step by step: the run fails where one computes something else. Memory
 and the first step are measured apart, each contestant alone in fresh processes.
 
-``--links 1gbit`` runs the same processes on two emulated hosts (``hosts.sh``, needs root; without it that link is left out, with the
+What a contestant needs and doesn't find here (a package, a C++ compiler) leaves it out, and the run says why. ``--links 1gbit`` runs the
+same processes on two emulated hosts (``hosts.sh``, needs root; without it that link is left out, with the
 reason). ``--check-bytes`` compares the bytes that autopar says it sends with the counters of the hosts' network interfaces.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,10 +40,14 @@ ROOT = Path(__file__).resolve().parent.parent
 HOSTS = Path(__file__).resolve().with_name("hosts.sh")
 sys.path.insert(0, str(ROOT))
 
-#: the contestant that the others are compared with.
+#: the contestant that the losses and the first column of ratios are compared with.
 BASE = "DDP"
+#: compiled code is found by the function compiled, which all models here share: each contestant must get code of its own.
+COMPILE: dict[str, Any] = {"isolate_recompiles": True}
+#: what is wanted of autopar's eager step on a link, in medians: at most so many times its best peer's.
+WANTED = {("dp", "loopback"): 1.0, ("dp", "1gbit"): 0.95, ("tp", "loopback"): 0.8, ("tp", "1gbit"): 0.8}
 #: relative difference of losses from which on two contestants compute different things.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-5
 #: share of the bytes by which autopar's count and the interface's may differ.
 BYTES_TOLERANCE = 0.02
 MIB = 2**20
@@ -124,11 +130,37 @@ def plain(settings: Settings) -> Runner:
 def ddp(settings: Settings, compiled: bool = False) -> Runner:
     """torch DistributedDataParallel; gradients are views of its buckets, which saves it a copy."""
     model: nn.Module = torch.nn.parallel.DistributedDataParallel(build(settings), gradient_as_bucket_view=True)
-    return torch_loop(torch.compile(model) if compiled else model, settings, shard=True)  # type: ignore[arg-type]
+    return torch_loop(torch.compile(model, **COMPILE) if compiled else model, settings, shard=True)  # type: ignore[arg-type]
 
 
-def fsdp2(settings: Settings) -> Runner:
-    """torch ``fully_shard``, a group for each block."""
+def deepspeed(settings: Settings, compiled: bool = False) -> Runner:
+    """DeepSpeed ZeRO stage 1 in float32 with torch's AdamW and its own sizes of buckets; ``engine.compile`` is its own way to compile."""
+    import deepspeed as ds
+
+    model, world = build(settings), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True)
+    config = {
+        "train_batch_size": settings.batch,
+        "train_micro_batch_size_per_gpu": settings.batch // world,
+        "zero_optimization": {"stage": 1, "compute_grad_norm": False},
+        "gradient_clipping": 0.0,  # else it clips to a norm of 1, which nobody else here does
+        "steps_per_print": 10**9,
+    }
+    engine = ds.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if compiled:
+        engine.compile(backend="inductor", compile_kwargs=COMPILE)
+
+    def step(batch: Batch) -> Tensor:
+        loss = engine(*rows(batch))
+        engine.backward(loss)
+        engine.step()  # forgets the gradients as well
+        return loss.detach()
+
+    return Runner(step, mean_of_ranks=True)
+
+
+def fsdp2(settings: Settings, compiled: bool = False) -> Runner:
+    """torch ``fully_shard``, a group for each block. Compiled, each block is: its hooks, which talk, stay outside."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -136,6 +168,8 @@ def fsdp2(settings: Settings) -> Runner:
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             for layer in child:
+                if compiled:
+                    layer.compile()
                 fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return torch_loop(model, settings, shard=True)
@@ -157,7 +191,7 @@ def autopar_step(settings: Settings, axis: str, sequence: bool | None = None, ba
     return Runner(lambda batch: step(step.shard(batch)), metrics=metrics)
 
 
-def dtensor(settings: Settings, sequence: bool) -> Runner:
+def dtensor(settings: Settings, sequence: bool, compiled: bool = False) -> Runner:
     """torch ``parallelize_module`` for ``models/gpt.py``, with vocabulary-parallel embedding and loss.
 
     The fused projection of q, k and v has no such plan: its rows are first put in order of ranks, and the attention takes its heads by the
@@ -196,10 +230,11 @@ def dtensor(settings: Settings, sequence: bool) -> Runner:
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [{"params": group} for group in (split, whole) if group]  # lists of both kinds at once are refused
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, foreach=True)
+    forward = torch.compile(model, **COMPILE) if compiled else model
 
     def step(batch: Batch) -> Tensor:
         with tp.loss_parallel():
-            logits = model(batch[0])
+            logits = forward(batch[0])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
             loss.backward()
         optimizer.step()
@@ -215,20 +250,66 @@ def _attention(self: Any, heads: int, x: Tensor) -> Tensor:
     return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-CONTESTANTS: dict[str, Callable[[Settings], Runner]] = {
-    "plain": plain,
-    "DDP": ddp,
-    "autopar dp": partial(autopar_step, axis="dp"),
-    "FSDP2": fsdp2,
-    "DTensor tp": partial(dtensor, sequence=False),
-    "autopar tp": partial(autopar_step, axis="tp"),
-    "DTensor tp+seq": partial(dtensor, sequence=True),
-    "autopar tp+seq": partial(autopar_step, axis="tp", sequence=True),
-    "DDP compiled": partial(ddp, compiled=True),
-    "autopar dp compiled": partial(autopar_step, axis="dp", backend="inductor"),
+@dataclass(frozen=True)
+class Contestant:
+    """How one is made.
+
+    Attributes:
+        kind: what it splits, ``dp`` or ``tp``; it is compared with peers of its kind and form (eager or compiled). "" for one process.
+        package: what must be installed for it.
+    """
+
+    make: Callable[..., Runner]
+    kind: str = ""
+    compiled: bool = False
+    own: bool = False
+    package: str = ""
+
+
+CONTESTANTS = {
+    "plain": Contestant(plain),
+    "DDP": Contestant(ddp, "dp"),
+    "DeepSpeed": Contestant(deepspeed, "dp", package="deepspeed"),
+    "FSDP2": Contestant(fsdp2, "dp"),
+    "autopar dp": Contestant(partial(autopar_step, axis="dp"), "dp", own=True),
+    "DTensor tp": Contestant(partial(dtensor, sequence=False), "tp"),
+    "DTensor tp+seq": Contestant(partial(dtensor, sequence=True), "tp"),
+    "autopar tp": Contestant(partial(autopar_step, axis="tp", sequence=False), "tp", own=True),
+    "autopar tp+seq": Contestant(partial(autopar_step, axis="tp", sequence=True), "tp", own=True),
+    "DDP compiled": Contestant(partial(ddp, compiled=True), "dp", True),
+    "DeepSpeed compiled": Contestant(partial(deepspeed, compiled=True), "dp", True, package="deepspeed"),
+    "FSDP2 compiled": Contestant(partial(fsdp2, compiled=True), "dp", True),
+    "autopar dp compiled": Contestant(partial(autopar_step, axis="dp", backend="inductor"), "dp", True, True),
+    "DTensor tp compiled": Contestant(partial(dtensor, sequence=False, compiled=True), "tp", True),
+    "DTensor tp+seq compiled": Contestant(partial(dtensor, sequence=True, compiled=True), "tp", True),
+    "autopar tp compiled": Contestant(partial(autopar_step, axis="tp", sequence=False, backend="inductor"), "tp", True, True),
+    "autopar tp+seq compiled": Contestant(partial(autopar_step, axis="tp", sequence=True, backend="inductor"), "tp", True, True),
 }
-#: those that run unless ``--only`` says otherwise.
-USUAL = ["plain", "DDP", "autopar dp", "FSDP2", "DTensor tp", "autopar tp", "DTensor tp+seq", "autopar tp+seq"]
+
+
+def why_not(names: list[str], model: str) -> dict[str, str]:
+    """The reasons of those that can't run here, by name."""
+    found: dict[str, str] = {}
+    compiler = no_compiler() if any(CONTESTANTS[name].compiled for name in names) else ""
+    for name in names:
+        contestant = CONTESTANTS[name]
+        if contestant.package and importlib.util.find_spec(contestant.package) is None:
+            found[name] = f"package {contestant.package} is not installed (pip install -e '.[bench]')"
+        elif contestant.compiled and compiler:
+            found[name] = compiler
+        elif name.startswith("DTensor") and model != "gpt":
+            found[name] = f"its plan here is for models/gpt.py, not for {model}"
+    return found
+
+
+def no_compiler() -> str:
+    """Why torch can't compile here, by compiling a line; "" if it can."""
+    line = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(3))"
+    tried = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=300)
+    if tried.returncode == 0:
+        return ""
+    said = [text for text in tried.stderr.splitlines() if "Error" in text or "Exception" in text] or ["unknown reason"]
+    return f"torch.compile doesn't work here: {said[0].strip()[:200]}"
 
 
 # -- what a rank does
@@ -268,7 +349,7 @@ def race(settings: Settings) -> dict[str, Any]:
         dist.barrier()
         begun = time.perf_counter()
         if name in here:
-            runners[name] = CONTESTANTS[name](settings)
+            runners[name] = CONTESTANTS[name].make(settings)
         first[name] = time.perf_counter() - begun
     losses: dict[str, list[Tensor]] = {name: [] for name in settings.names}
     seconds: dict[str, list[float]] = {name: [] for name in settings.names}
@@ -378,6 +459,8 @@ def count_bytes(settings: Settings) -> list[list[Any]]:
 def worker(settings: Settings, out: Path) -> None:
     """One rank. Rank 0 writes what was found."""
     torch.set_num_threads(1)
+    # many models are compiled in these processes, and none of them may fall back to eager
+    torch.compiler.config.recompile_limit, torch.compiler.config.fail_on_recompile_limit_hit = 64, True
     dist.init_process_group("gloo")
     found = count_bytes(settings) if settings.check_bytes else race(settings)
     if dist.get_rank() == 0:
@@ -460,6 +543,23 @@ def check_losses(found: dict[str, Any], base: str) -> float:
     return worst
 
 
+def ratios(found: dict[str, Any], name: str, other: str) -> list[float]:
+    """Seconds of one by those of another, block by block."""
+    return [mine / theirs for mine, theirs in zip(found[name]["seconds"], found[other]["seconds"], strict=True)]
+
+
+def peers(names: Iterable[str], name: str) -> list[str]:
+    """Those that a contestant is compared with: of its kind and form, and not autopar's."""
+    one = CONTESTANTS[name]
+    others = {other: CONTESTANTS[other] for other in names if other != name}
+    return [n for n, other in others.items() if one.kind and (other.kind, other.compiled) == (one.kind, one.compiled) and not other.own]
+
+
+def best_peer(found: dict[str, Any], name: str) -> str | None:
+    """The peer with the smallest median; None without one."""
+    return min(peers(found, name), key=lambda n: statistics.median(found[n]["seconds"]), default=None)
+
+
 def show(found: dict[str, Any], alone: dict[str, Any], base: str) -> str:
     """The table of one link."""
 
@@ -468,14 +568,15 @@ def show(found: dict[str, Any], alone: dict[str, Any], base: str) -> str:
 
     lines = []
     for name, result in found.items():
-        times, single = result["seconds"], alone.get(name, {})
-        ratios = [mine / theirs for mine, theirs in zip(times, found[base]["seconds"], strict=True)]
+        times, single, peer = result["seconds"], alone.get(name, {}), best_peer(found, name)
+        by_base, by_peer = ratios(found, name, base), ratios(found, name, peer) if peer else None
         lines.append({
             "": name,
             "median ms": number(statistics.median(times), 1e3),
             "best ms": number(min(times), 1e3),
-            f"× {base}": number(statistics.median(ratios), 1, ".2f"),
-            "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
+            f"× {base}": number(statistics.median(by_base), 1, ".2f"),
+            "× best peer": number(statistics.median(by_peer) if by_peer else None, 1, ".2f"),
+            "range": f"{min(by_peer):.2f}-{max(by_peer):.2f}" if by_peer else "-",
             "CPU ms": number(statistics.median(result["work"]), 1e3),
             "first step s": number(single.get("first"), 1, ".1f"),
             "steady RSS": number(single.get("peak")),
@@ -488,6 +589,30 @@ def show(found: dict[str, Any], alone: dict[str, Any], base: str) -> str:
     return tabulate(lines, "keys", tablefmt="github", disable_numparse=True, colalign=align)
 
 
+def verdicts(found: dict[str, Any], alone: dict[str, Any], link: str) -> list[str]:
+    """A line for each of autopar's contestants: step and memory (where that was measured) beside the best peer's, and what is wanted."""
+
+    def wanted(value: float, limit: float | None) -> str:
+        return (
+            f"{value:.2f} ×" if limit is None else f"{value:.2f} × (wanted: at most {limit:.2f}, {'met' if value <= limit else 'missed'})"
+        )
+
+    lines = []
+    for name in (n for n in found if CONTESTANTS[n].own):
+        one, peer = CONTESTANTS[name], best_peer(found, name)
+        if peer is None:
+            lines.append(f"{name}: no peer of its kind and form ran")
+            continue
+        limit = None if one.compiled else WANTED.get((one.kind, link))
+        line = f"{name}: step {wanted(statistics.median(ratios(found, name, peer)), limit)} {peer}'s"
+        measured = [n for n in peers(found, name) if n in alone]
+        if name in alone and measured:
+            least = min(measured, key=lambda n: alone[n]["whole"])
+            line += f"; peak memory {wanted(alone[name]['whole'] / alone[least]['whole'], None if one.compiled else 1.0)} {least}'s"
+        lines.append(line)
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="gpt", help="a file of models/ whose batch is (ids, labels)")
@@ -495,11 +620,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--steps-per-block", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=5, help="measured blocks of each contestant; one more warms up")
-    parser.add_argument("--links", default="loopback,1gbit", help="loopback, or rates of emulated hosts' links")
-    parser.add_argument("--only", help=f"contestants, of {', '.join(CONTESTANTS)}; default {', '.join(USUAL)}")
+    parser.add_argument("--links", default="loopback,1gbit,200mbit", help="loopback, or rates of emulated hosts' links")
+    parser.add_argument("--only", help=f"contestants, of {', '.join(CONTESTANTS)}; default all")
     parser.add_argument("--no-alone", action="store_true", help="skip the runs that measure memory and the first step")
     parser.add_argument("--check-bytes", action="store_true", help="only compare counted bytes with those at the interfaces")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds that one link may take")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds that one link may take")
     parser.add_argument("--json", help="also write everything that was measured to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
@@ -509,13 +634,17 @@ def main() -> int:
         return 0
     if args.check_bytes:
         return check_bytes(args.timeout)
-    names = [name.strip() for name in args.only.split(",")] if args.only else list(USUAL)
+    names = [name.strip() for name in args.only.split(",")] if args.only else list(CONTESTANTS)
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
-    if args.model != "gpt" and any(name.startswith("DTensor") for name in names):
-        names = [name for name in names if not name.startswith("DTensor")]
-        print(f"DTensor is left out: its plan here is for models/gpt.py, not for {args.model}")
+    left_out = why_not(names, args.model)
+    for name, reason in left_out.items():
+        print(f"{name} is left out: {reason}")
+    names = [name for name in names if name not in left_out]
+    if not names:
+        print("no contestant is left")
+        return 1
     settings = Settings(names, args.model, args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout)
     base = BASE if BASE in names else names[0]
     alone: dict[str, Any] = {}
@@ -525,7 +654,9 @@ def main() -> int:
     print(f"torch {torch.__version__}, {what}, 2 ranks of 1 thread;")
     print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; CPU: seconds of all threads of rank 0, which other")
     print("processes of the machine disturb least; the first step includes compiling; memory in MiB per rank,")
-    print("steady: in later steps; sent: MiB per rank and step by autopar's records, and as the network interface counts them.")
+    print("steady: in later steps; sent: MiB per rank and step by autopar's records, and as the network interface counts them;")
+    print("best peer: the smallest median of those with the same kind of split and form (eager or compiled), autopar's not counted;")
+    print("range: of the ratios to it.")
     measured = {}
     missing = hosts_missing() if any(link != "loopback" for link in args.links.split(",")) else ""
     for link in args.links.split(","):
@@ -535,7 +666,8 @@ def main() -> int:
         found = measured[link] = run_ranks(settings, link)
         worst = check_losses(found, base)
         print(f"\n{link}: losses agree within {worst:.0e} over {len(found[base]['losses'])} steps\n")
-        print(show(found, alone, base), flush=True)
+        print(show(found, alone, base))
+        print("", *verdicts(found, alone, link), sep="\n", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps({"alone": alone, "links": measured}, indent=1))
     return 0
