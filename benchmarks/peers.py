@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -308,8 +309,14 @@ def no_compiler() -> str:
     tried = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=300)
     if tried.returncode == 0:
         return ""
-    said = [text for text in tried.stderr.splitlines() if "Error" in text or "Exception" in text] or ["unknown reason"]
-    return f"torch.compile doesn't work here: {said[0].strip()[:200]}"
+    return f"torch.compile doesn't work here: {said(tried.stderr)}"
+
+
+def said(text: str) -> str:
+    """The last error in what a process printed, on one line; its last line if there is no error in it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["unknown reason"]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt|Exit|Invalid\w+): ", line)]
+    return (errors or lines)[-1][:300]
 
 
 # -- what a rank does
@@ -498,6 +505,8 @@ def run_ranks(settings: Settings, link: str, ranks: int = 2) -> Any:
         told = json.dumps(settings.__dict__)
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", told, "--out", str(out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), "HOSTS_LOG": str(log)}
+        if len(settings.names) == 1:  # a first step is one without what earlier runs have compiled
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "compiled"))
         running: list[subprocess.Popen[bytes]] = []
         try:
             with open(f"{log}.0", "wb") as first:
@@ -646,10 +655,16 @@ def main() -> int:
         print("no contestant is left")
         return 1
     settings = Settings(names, args.model, args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout)
-    base = BASE if BASE in names else names[0]
     alone: dict[str, Any] = {}
-    for name in [] if args.no_alone else names:
-        alone |= run_ranks(Settings(**{**settings.__dict__, "names": [name], "steps": 1, "blocks": 0}), "loopback")
+    for name in [] if args.no_alone else list(names):
+        try:
+            alone |= run_ranks(Settings(**{**settings.__dict__, "names": [name], "steps": 1, "blocks": 0}), "loopback")
+        except RuntimeError as e:
+            if CONTESTANTS[name].own or not CONTESTANTS[name].kind:
+                raise
+            settings.names = names = [other for other in names if other != name]
+            print(f"{name} is left out, it doesn't run here: {said(str(e))}", flush=True)
+    base = BASE if BASE in names else names[0]
     what = f"models/{args.model}.py preset {args.preset}, float32, global batch {args.batch}"
     print(f"torch {torch.__version__}, {what}, 2 ranks of 1 thread;")
     print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; CPU: seconds of all threads of rank 0, which other")
