@@ -30,7 +30,7 @@ from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
 from autopar.progress import Progress
-from autopar.rules import Rules
+from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
 from autopar.runtime.executor import Spec
 
@@ -47,6 +47,7 @@ class Compiled:
         lifted: the least precise type by which the model casts inside, where the wanted precision overruled it; else None.
         seconds: that every stage took.
         bounds: how far ids and labels of the batch may go.
+        rules, device: by which shardings were chosen.
     """
 
     program: Program
@@ -60,6 +61,8 @@ class Compiled:
     lifted: torch.dtype | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     bounds: tuple[Bound, ...] = ()
+    rules: Rules = DEFAULT
+    device: Device = GENERIC
 
 
 def compile_program(
@@ -123,7 +126,7 @@ def compile_program(
         progress.at("emit")
         module = emit(final, title)
         spec = _spec(final, local, module, buckets, zero)
-        return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=bounds)
+        return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=bounds, rules=rules, device=device)
 
     progress.at("plan")
     if draw is not None:

@@ -67,6 +67,7 @@ class Inspection:
             "parameters": [asdict(r) for r in tables.parameter_rows(self.compiled)],
             "collectives": [asdict(r) for r in rows],
             "bytes_by_axis": tables.by_axis(rows),
+            "uneven": [{**asdict(r), "text": str(r)} for r in tables.uneven_rows(self.compiled, self.plan)],
             "memory": {f"zero{level}": {r.what: r.bytes[n] for r in memory} for n, level in enumerate(tables.LEVELS)},
             "segments": {"distinct": self.compiled.module.segments, "calls": self.compiled.module.calls},
             "compile_s": self.seconds,

@@ -14,6 +14,7 @@ from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node
 from autopar.layout.traffic import bytes_sent
 from autopar.plan.plan import Plan
+from autopar.plan.uneven import Uneven, find_uneven
 
 #: ZeRO levels that are built: those of the memory table.
 LEVELS = (0, 1)
@@ -148,6 +149,14 @@ def _is_view(node: Node) -> bool:
     return bool(returned) and returned[0].alias_info is not None and bool(node.refs())
 
 
+def uneven_rows(compiled: Compiled, plan: Plan) -> list[Uneven]:
+    """What an axis would cut but for its size, and what that costs."""
+    return find_uneven(
+        compiled.split, compiled.atoms, compiled.rules, compiled.spec.mesh, compiled.layout, sequence=bool(plan.sequence),
+        pins=plan.shard or {}, device=compiled.device,
+    )  # fmt: skip
+
+
 # -- text
 
 
@@ -185,6 +194,13 @@ def show_memory(rows: Sequence[MemoryRow], zero: int) -> str:
     return tabulate([(r.what, *r.bytes) for r in rows], headers=headers, intfmt=",", disable_numparse=[0])
 
 
+def show_uneven(rows: Sequence[Uneven]) -> str:
+    """A line for each, under a heading; a line that says so where there is none."""
+    if not rows:
+        return "sizes: every dim that an axis would cut is divided by it"
+    return "\n".join(["sizes that an axis doesn't divide:", *(f"  {r}" for r in rows)])
+
+
 def _short(code: str, most: int = 48) -> str:
     return code if len(code) <= most else code[: most - 1] + "…"
 
@@ -209,5 +225,6 @@ def explain(compiled: Compiled, plan: Plan, states: float | None = None) -> str:
         show_parameters(parameter_rows(compiled)),
         show_collectives(collective_rows(compiled)),
         show_memory(memory_rows(compiled, states), compiled.spec.zero),
+        show_uneven(uneven_rows(compiled, plan)),
     ]
     return "\n\n".join(parts)

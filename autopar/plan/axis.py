@@ -39,6 +39,7 @@ class Problem:
         fixed_params: a parameter is used as it lies: no collective on it, only slices.
         loose: parameters that may be gathered all the same (a pin cut them where an op needs them whole).
         surcharge: extra seconds of a strategy (the price of memory, for one).
+        even: only what the axis divides is split; False asks what would be chosen if sizes didn't matter.
     """
 
     program: Program
@@ -54,6 +55,7 @@ class Problem:
     fixed_params: bool
     surcharge: Callable[[int, Node, Strategy], float]
     loose: frozenset[str] = frozenset()
+    even: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def solve(problem: Problem) -> Choice:
                tuple(program.types[o].dtype if o else None for o in node.outs))  # fmt: skip
         if key not in groups:
             dims, left = [s.dims for s in (*inputs, *outputs)], [s.local_dims(problem.mesh) for s in (*inputs, *outputs)]
-            options = problem.allowed(n, node, strategies(problem.atoms.rows[n], dims, ways, left))
+            options = problem.allowed(n, node, strategies(problem.atoms.rows[n], dims, ways if problem.even else None, left))
             if not options:
                 raise PlanError(f"{node.op} has no placement that the role of axis {axis!r} allows", where=str(node.where))
             groups[key] = _Group(options)
@@ -136,7 +138,7 @@ def solve(problem: Problem) -> Choice:
             seconds = 0.0 if isinstance(first, str) or first in free else _work(problem, first, option, ways)
             if not isinstance(first, str):
                 seconds += problem.surcharge(first, program.nodes[first], option)
-                seconds *= _turns(program, program.nodes[first])
+                seconds *= runs_of(program, program.nodes[first])
             column = model.binary(weight * seconds * 1e6)
             group.columns.append(column)
             for k, p in enumerate(option.outputs):
@@ -187,7 +189,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
 
     for n, node in enumerate(program.nodes):
         for k, name in enumerate(node.refs()):
-            add(name, group_of[n], k, _turns(program, node))
+            add(name, group_of[n], k, runs_of(program, node))
     for output in program.outputs:
         if output.kind == "grad":
             add(output.value, group_of[param_of_path[output.path]], "grad")
@@ -276,7 +278,17 @@ _SINK = _Group([])  # a value that must end replicated
 _ANY = _Group([])  # a value that may end as it is
 
 
-def _turns(program: Program, node: Node) -> int:
+def products(problem: Problem, n: int) -> float:
+    """Floating-point operations of a node that contracts, in one run by a rank, as earlier axes cut it; 0 for others."""
+    node, row = problem.program.nodes[n], problem.atoms.rows[n]
+    if not problem.rules[node.op].contraction:
+        return 0.0
+    inputs, outputs = problem.layout[n]
+    cut = max((math.prod(s.shape) / max(math.prod(s.local_shape(problem.mesh)), 1) for s in (*inputs, *outputs)), default=1.0)
+    return 2.0 * math.prod(row.sizes.values()) / cut
+
+
+def runs_of(program: Program, node: Node) -> int:
     """How often a node runs in one step."""
     return program.microbatches if node.region == "body" or node.op == "autopar.accumulate" else 1
 
@@ -294,9 +306,6 @@ def _work(problem: Problem, n: int, option: Strategy, ways: int) -> float:
         for s, name in zip((*inputs, *outputs), (*node.refs(), *node.outs), strict=True)
         if name
     )
-    flops = 0.0
-    if problem.rules[node.op].contraction:
-        cut = max((math.prod(s.shape) / max(math.prod(s.local_shape(problem.mesh)), 1) for s in (*inputs, *outputs)), default=1.0)
-        flops = 2.0 * math.prod(row.sizes.values()) / cut
+    flops = products(problem, n)
     waiting = _UNREDUCED * nbytes if any(p.kind == "partial" for p in option.inputs) else 0.0
     return problem.device.seconds(flops / share, nbytes / share) + problem.device.seconds(0.0, waiting)

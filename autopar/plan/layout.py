@@ -96,6 +96,7 @@ class _Roles:
     params: Mapping[str, str]
     batch: set[str]
     kinds: Mapping[str, str]
+    even: bool = True
 
     def may_shard(self, value: str, atom: int) -> bool:
         """Whether this axis may shard an atom of a value.
@@ -147,7 +148,8 @@ class _Roles:
         if name in self.pins:
             return [self.pins[name]]
         sizes = self.layout.inputs[name].local_atoms(self.mesh)
-        return [REPLICATE, *(shard(a) for a, n in enumerate(sizes) if self.may_shard(name, a) and n % self.mesh[self.axis] == 0)]
+        ways = self.mesh[self.axis] if self.even else 1
+        return [REPLICATE, *(shard(a) for a, n in enumerate(sizes) if self.may_shard(name, a) and n % ways == 0)]
 
     def surcharge(self, n: int, node: Node, option: Strategy) -> float:
         if not self.sequence or self.axis != "tp" or node.phase != "forward" or self.atoms.rows[n].moves:
@@ -200,7 +202,7 @@ def choose(
     """
     layout = replicated(program, atoms)
     pin_placements(program, atoms, pins or {}, "tp", 1)  # pins are checked on every mesh
-    params, batch, kinds = from_params(program, rules), from_batch(program), {i.name: i.kind for i in program.inputs}
+    make = problems(program, atoms, rules, mesh, sequence, device)
     seconds = {}
     for axis, size in mesh.axes:
         if size == 1:
@@ -209,26 +211,27 @@ def choose(
             raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp and tp")
         at(f"plan {axis}")
         pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
-        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds)
-        problem = Problem(
-            program,
-            atoms,
-            rules,
-            mesh,
-            axis,
-            device,
-            layout.nodes,
-            layout.inputs,
-            roles.allowed,
-            roles.input_choices,
-            True,
-            roles.surcharge,
-            frozenset(n for n, p in pinned.items() if p.kind == "shard"),
-        )
-        choice: Choice = solve(problem)
+        choice: Choice = solve(make(axis, layout, pinned))
         seconds[axis] = choice.seconds
         layout = apply(layout, axis, mesh, choice.nodes, choice.inputs)
     return Layout(layout.inputs, layout.nodes, layout.notes, seconds)
+
+
+def problems(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, sequence: bool, device: Device) -> Callable[..., Problem]:
+    """What an axis is asked, given the layout that earlier axes left and the placements pinned on it: ``make(axis, layout, pinned)``.
+
+    With ``even=False``: as if the axis divided every size.
+    """
+    params, batch, kinds = from_params(program, rules), from_batch(program), {i.name: i.kind for i in program.inputs}
+
+    def make(axis: str, layout: Layout, pinned: Mapping[str, Placement], even: bool = True) -> Problem:
+        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds, even)
+        return Problem(
+            program, atoms, rules, mesh, axis, device, layout.nodes, layout.inputs, roles.allowed, roles.input_choices, True,
+            roles.surcharge, frozenset(n for n, p in pinned.items() if p.kind == "shard"), even,
+        )  # fmt: skip
+
+    return make
 
 
 def _held_placements(program: Program, atoms: Atoms, held: Mapping[str, str], axis: str) -> dict[str, Placement]:
