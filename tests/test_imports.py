@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "inspect": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "programs", "progress", "step"},
     # the order of the passes on one screen
     "compiler": {"rules", "cost", "plan", "passes", "codegen", "progress", "runtime.executor"},
-    # the plain model run by one process, with the runtime's random numbers
-    "reference": {"_torch", "capture", "passes", "runtime.random"},
+    # the plain model run by one process, with the random numbers of the runtime, and its ops where torch has none for a dtype
+    "reference": {"_torch", "capture", "passes", "runtime.ops", "runtime.random"},
     "compare": {"_torch", "capture", "compiler", "reference", "runtime", "plan", "rules"},
     # what ranks compare before they talk in tensors
     "agree": {"runtime"},
