@@ -246,7 +246,9 @@ MODELS: tuple[Zoo, ...] = (
             dict(hidden_size=HIDDEN, num_attention_heads=HEADS, new_decoder_architecture=True, num_kv_heads=8),
             ("attention_dropout", "hidden_dropout"), known=((1, 1, BATCH * SEQUENCE),), why="attention and MLP side by side: one sum"),
     _causal("Mixtral", "Mixtral", {**SMALL, **KV, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
-            {**LARGE, **KV_LARGE, "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}, ("attention_dropout",)),
+            {**LARGE, **KV_LARGE, "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}, ("attention_dropout",),
+            divides=False,  # the share of every expert is taken over the whole batch
+            more=("the router's probabilities are gathered, the gradients of its weights summed", 0.002)),
     _bert(),
     _vit(),
     _t5(),

@@ -21,7 +21,7 @@ from autopar.passes.canonicalize import infer_types, prune
 from autopar.rules import Rules
 
 _SORTS = ("aten.sort.default", "aten.sort.stable")
-_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+_GROUPED = ("aten._grouped_mm.default", "autopar.grouped_mm", "transformers.grouped_mm_fallback.default")
 _GROUPED_BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 
 
@@ -111,9 +111,9 @@ class _Unsorter:
         if node.op == "aten.index_add.default" and node.args[1] == 0 and not node.kwargs:
             return self.put(node, node.args[0], node.args[2], node.args[3], True)
         if node.op in _GROUPED and len(node.refs()) == 3:
-            return self.grouped(node, node.refs()[:1])
+            return self.grouped(node)
         if node.op == _GROUPED_BACKWARD:
-            return self.grouped(node, (node.refs()[0], node.refs()[3]))
+            return self.grouped_backward(node)
         return self.rowwise(node)
 
     def set(self, out: str, value: Ref, like: _Sorted | None = None) -> bool:
@@ -192,30 +192,56 @@ class _Unsorter:
         made = self.made.get(into.name)
         return not add or (made is not None and made.op in ("aten.zeros.default", "aten.zeros_like.default"))
 
-    def grouped(self, node: Node, rows: tuple[str, ...]) -> bool:
-        """Groups of sorted rows, which end where the counts of the experts say: every row has the matrix of its expert."""
-        found = [self.sorted.get(r) for r in rows]
-        first = found[0]
-        matrices, ends = node.refs()[1:3]
-        experts = self.program.types[matrices].shape[0]
-        if first is None or any(f is None or (f.order, f.dim) != (first.order, 0) for f in found):
+    def grouped(self, node: Node) -> bool:
+        """Groups of sorted rows (or columns), which end where the counts of the experts say: every row has the matrix of its expert.
+
+        Where both operands are sorted, the products of their rows are summed by expert.
+        """
+        left, right, ends = node.refs()
+        ranks = [len(self.program.types[r].shape) for r in (left, right)]
+        dims = (1 if ranks[1] == 2 else 0, 0 if ranks[0] == 2 else 1)
+        rows = [(r, dim) for r, dim, rank in zip((left, right), dims, ranks, strict=True) if rank == 2]
+        grouped = self.by_expert(rows, ends)
+        if grouped is None:
             return False
-        if first.order not in self.keys or not self.counts(ends, first.order, experts):
+        bases, ids, first = grouped
+        b, kind = self.builder, self.program.types[node.name]
+        turned = [self.turned(base) if dim else base for (_, dim), base in zip(rows, bases, strict=True)]
+        if len(rows) == 2:
+            return self.set(node.name, b.call("autopar.expert_outer", *turned, ids, kind.shape[0], 0, types=(kind,)))
+        if ranks[0] == 2:
+            return self.set(node.name, b.call("autopar.expert_mm", *turned, Ref(self.plain(right)), ids, 0, types=(kind,)), first)
+        shape = TensorType(kind.dtype, (kind.shape[1], kind.shape[0]))
+        product = b.call("autopar.expert_mm", *turned, self.turned(Ref(self.plain(left)), 3), ids, 0, types=(shape,))
+        return self.set(node.name, self.turned(product), first)
+
+    def grouped_backward(self, node: Node) -> bool:
+        """The gradients of rows and matrices of a product of groups."""
+        rows, matrices, ends, grad = node.refs()
+        grouped = self.by_expert([(rows, 0), (grad, 0)], ends)
+        if grouped is None:
             return False
-        b, ids = self.builder, Ref(self.plain(self.keys[first.order]))
-        types = tuple(self.program.types[o] if o else TensorType(torch.float32, ()) for o in node.outs)
-        bases = [f.base for f in found if f is not None]
-        if node.op == _GROUPED_BACKWARD:
-            types = (self.program.types[node.refs()[0]], self.program.types[matrices])
-            grad_rows, grad_matrices = b.call(
-                "autopar.expert_mm_backward", bases[0], Ref(self.plain(matrices)), ids, bases[1], 0, types=types
-            )
-            if node.outs[0]:
-                self.set(node.outs[0], grad_rows, first)
-            if node.outs[1]:
-                self.set(node.outs[1], grad_matrices)
-            return True
-        return self.set(node.name, b.call("autopar.expert_mm", bases[0], Ref(self.plain(matrices)), ids, 0, types=types), first)
+        (x, g), ids, first = grouped
+        types = (self.program.types[rows], self.program.types[matrices])
+        found = self.builder.call("autopar.expert_mm_backward", x, Ref(self.plain(matrices)), ids, g, 0, types=types)
+        for out, value, like in zip(node.outs, found, (first, None), strict=True):
+            if out:
+                self.set(out, value, like)
+        return True
+
+    def by_expert(self, rows: list[tuple[str, int]], ends: str) -> tuple[list[Ref], Ref, _Sorted] | None:
+        """Operands in their own order and the expert of each row, where all are sorted alike, by expert, along the given dims."""
+        found = [(self.sorted.get(r), dim) for r, dim in rows]
+        known = [f for f, dim in found if f is not None and f.dim == dim]
+        if len(known) < len(found) or len({f.order for f in known}) > 1:
+            return None
+        order = known[0].order
+        if order not in self.keys or not self.counts(ends, order, self.program.types[ends].shape[0]):
+            return None
+        return [f.base for f in known], Ref(self.plain(self.keys[order])), known[0]
+
+    def turned(self, value: Ref, rank: int = 2) -> Ref:
+        return self.builder.call("aten.transpose.int", value, rank - 2, rank - 1)
 
     def counts(self, ends: str, order: str, experts: int) -> bool:
         """Whether ``ends`` are running sums of how often each expert occurs among what was sorted."""

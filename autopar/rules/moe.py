@@ -16,6 +16,10 @@ def _first_expert(node: Node, local: Local) -> Node:
     return replace(node, args=(*node.args[:-1], local.start(local.inputs[1], 0)))
 
 
+def _experts_of_piece(node: Node, local: Local) -> Node:
+    return node.with_args(*node.args[:3], local.out_shape()[0], local.start(local.outputs[0], 0))
+
+
 def _grouped(node: Node, types: Types) -> str:
     """Groups along the rows of the left operand, along the columns of the right one, or, where neither has a dim of them, along the sum."""
     left, right = (len(types[name].shape) for name in node.refs()[:2])
@@ -40,6 +44,14 @@ RULES = (
         local=_first_expert,
         contraction=True,
         samples=("f[6, 4], f[4, 4, 8], i4[6], f[6, 8], 0",),
+    ),
+    Rule(
+        "autopar.expert_outer",
+        "t m, t n, t -> e m n ; t: sum, e: offset",
+        "0 | 1",
+        local=_experts_of_piece,
+        contraction=True,
+        samples=("f[6, 4], f[6, 8], i4[6], 4, 0",),
     ),
     Rule(
         "aten._grouped_mm.default",

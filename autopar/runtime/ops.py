@@ -17,7 +17,7 @@ from autopar.runtime.comm import Comm
 
 __all__ = [
     "arange", "bernoulli", "checked", "cross_entropy_backward", "dropout", "embedding", "embedding_backward", "expert_mm",
-    "expert_mm_backward", "grouped_mm", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
+    "expert_mm_backward", "expert_outer", "grouped_mm", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
 ]  # fmt: skip
 
 
@@ -250,14 +250,17 @@ def _no_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 def expert_mm_backward(x: Tensor, weight: Tensor, ids: Tensor, grad: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """The gradients of rows and matrices."""
-    grad_x = expert_mm(grad, weight.mT, ids, start)
+    return expert_mm(grad, weight.mT, ids, start), expert_outer(x, grad, ids, weight.shape[0], start)
+
+
+def expert_outer(a: Tensor, b: Tensor, ids: Tensor, experts: int, start: int) -> Tensor:
+    """Sums of the products of each row [t, m] with its other row [t, n] by expert: [experts, m, n], of a piece that begins at ``start``."""
     if torch.compiler.is_compiling() or type(ids) is not Tensor:
-        parts = [x.mT @ torch.where((ids == start + e)[:, None], grad, 0) for e in range(weight.shape[0])]
-        return grad_x, torch.stack(parts)
-    grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    for e, rows in _rows_of(ids, start, weight.shape[0]):
-        grad_weight[e] = x[rows].mT @ grad[rows]
-    return grad_x, grad_weight
+        return torch.stack([a.mT @ torch.where((ids == start + e)[:, None], b, 0) for e in range(experts)])
+    out = a.new_zeros((experts, a.shape[1], b.shape[1]))
+    for e, rows in _rows_of(ids, start, experts):
+        out[e] = a[rows].mT @ b[rows]
+    return out
 
 
 def microbatch(x: Tensor, dim: int, outer: int, count: int, index: int) -> Tensor:

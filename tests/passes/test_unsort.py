@@ -18,6 +18,7 @@ from autopar.compare import plain_ops
 from autopar.ir.program import Program
 from autopar.layout.mesh import Mesh
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.lift import lift
 from autopar.passes.unsort import unsort
 from autopar.programs import compile_step
 from autopar.rules import DEFAULT
@@ -30,10 +31,10 @@ EXPERTS, CHOSEN, HIDDEN = 4, 2, 6
 class Sorted(nn.Module):
     """Rows [tokens, hidden] through experts in sorted order, by a function of (sorted rows, experts in order, permutation, module)."""
 
-    def __init__(self, work: Callable[..., Tensor], descending: bool = False) -> None:
+    def __init__(self, work: Callable[..., Tensor], descending: bool = False, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.router = nn.Linear(HIDDEN, EXPERTS)
-        self.matrices = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
+        self.router = nn.Linear(hidden, EXPERTS)
+        self.matrices = nn.Parameter(torch.randn(EXPERTS, hidden, hidden))
         self.work, self.descending = work, descending
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,6 +156,30 @@ def test_mixtral() -> None:
     assert {n for *_, n in moved(model, batch, 2)} == {1}
     for mesh in (Mesh(dp=2), Mesh(dp=2, tp=2)):  # its grouped product takes no float64 where it isn't captured
         report = verify(model, mesh, batch, precision="fp32")
+        assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_products_of_groups_in_any_form(columns: bool) -> None:
+    """Torch's own product, forward and backward: groups of rows, of columns, and along the sum."""
+
+    def work(m: Sorted, x: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+        ends = torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0).to(torch.int32)
+        rows, matrices, mm = (x * m.matrices[0, 0])[order // CHOSEN].bfloat16(), m.matrices.bfloat16(), torch._grouped_mm
+        y = mm(matrices.mT, rows.T.contiguous(), offs=ends).T if columns else mm(rows, matrices, offs=ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return y.float().tanh()[back].view(-1, CHOSEN, 16).sum(1)
+
+    torch.manual_seed(0)
+    model, x = Sorted(work, hidden=16), torch.randn(8, 16)
+    captured = capture(model, x)
+    assert sum(n.op == "aten._grouped_mm.default" for n in captured.nodes) == 3
+    for program in (captured, lift(captured, "fp64")):
+        assert not any("grouped" in n.op or "sort" in n.op for n in unsort(canonicalize(program), DEFAULT).nodes)
+    assert max(n for *_, n in moved(model, x, 2)) == 1
+    for mesh in (Mesh(dp=2), Mesh(tp=2), Mesh(dp=2, tp=2)):
+        report = verify(model, mesh, x)
         assert report.ok, report.table()
 
 

@@ -83,6 +83,8 @@ def test_rows_by_the_matrix_of_their_expert() -> None:
     for got, expected in zip(found, (x.grad, weight.grad), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-14)
     assert not found[1][1].any()  # an expert without rows
+    halves = [ops.expert_outer(x.detach(), grad, ids, 2, s) for s in (0, 2)]
+    torch.testing.assert_close(torch.cat(halves), weight.grad, rtol=1e-13, atol=1e-14)
 
 
 def test_checked_lets_through_and_raises() -> None:
@@ -104,6 +106,7 @@ INDEX = torch.tensor([0, 5, 9])
 ATOMS = ((4, 6), (0, 6), (12, 1))
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
     "expert_mm": (ops.expert_mm, (randn(3, 2), randn(4, 2, 5), torch.tensor([0, 3, 0]), 0)),
+    "expert_outer": (ops.expert_outer, (randn(3, 2), randn(3, 5), torch.tensor([0, 3, 0]), 4, 0)),
     "checked": (ops.checked, (randn(3, 2, 2), torch.zeros(3, dtype=torch.int32), "linalg.inv", True)),
     "embedding": (ops.embedding, (randn(4, 3), INDEX, 4)),
     "embedding_backward": (ops.embedding_backward, (randn(3, 4), INDEX, -1, 4, 4)),
