@@ -329,6 +329,16 @@ def interface_bytes() -> int | None:
     return int(path.read_text()) if emulated and path.exists() else None
 
 
+def settle(limit: float = 5.0) -> None:
+    """Waits, at most ``limit`` seconds, until nothing is sent any more, so that no one's last transfers meet another's steps."""
+    name = "eth0" if os.environ.get("GLOO_SOCKET_IFNAME") == "eth0" else "lo"
+    path, last, quiet, end = Path(f"/sys/class/net/{name}/statistics/tx_bytes"), -1, 0, time.perf_counter() + limit
+    while quiet < 3 and time.perf_counter() < end:
+        time.sleep(0.02)
+        now = int(path.read_text())
+        last, quiet = now, quiet + 1 if now - last < 4096 and last >= 0 else 0
+
+
 def peak_rss() -> float:
     """Largest resident memory of this process since the last ``forget_peak``, in MiB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -367,23 +377,27 @@ def race(settings: Settings) -> dict[str, Any]:
         turn = block % len(settings.names)
         for name in settings.names[turn:] + settings.names[:turn]:
             dist.barrier()
-            sent, worked, begun = interface_bytes(), time.process_time(), time.perf_counter()
+            sent, start = interface_bytes(), time.perf_counter()
+            worked, begun = time.process_time(), start
             if name in here:
-                for n in range(settings.steps):
-                    losses[name].append(runners[name].step(data[(block * settings.steps + n) % len(data)]))
+                for n in range(settings.steps + 1):
+                    if n == 1:  # what a step leaves for the next, such as gathers on their way, is there when the clock starts
+                        worked, begun = time.process_time(), time.perf_counter()
+                    losses[name].append(runners[name].step(data[(block * (settings.steps + 1) + n) % len(data)]))
                     if block == 0 and n == 0:
-                        first[name] += time.perf_counter() - begun
-                    if block:
+                        first[name] += time.perf_counter() - start
+                    if block and n:
                         own[name].append(runners[name].metrics())
-            took = time.perf_counter() - begun
+            took, worked = time.perf_counter() - begun, time.process_time() - worked
             dist.barrier()
-            worked = time.process_time() - worked
+            settle()
+            dist.barrier()
             after = interface_bytes()
             if block:
                 seconds[name].append(took / settings.steps)
                 work[name].append(worked / settings.steps)
                 if sent is not None and after is not None:
-                    wire[name].append((after - sent) / settings.steps)
+                    wire[name].append((after - sent) / (settings.steps + 1))
     peak = 0.0
     if len(settings.names) == 1:
         whole, name = peak_rss(), settings.names[0]
