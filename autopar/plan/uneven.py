@@ -26,7 +26,7 @@ class Uneven:
         size: that the axis doesn't divide.
         dim: of a parameter, which.
         atoms: of a parameter's dim, the sizes that it is made of; ``size`` is one of them.
-        instead: of a parameter, the dim that is cut instead; None where it is whole.
+        instead: of a parameter, the dim that is cut instead and the size in it; None where it is whole.
         bytes: on a rank, of all of them, beyond what there would be if they were cut.
         share: of the floating-point operations of a rank's products, those that every rank does alike.
     """
@@ -38,7 +38,7 @@ class Uneven:
     size: int
     dim: int | None = None
     atoms: tuple[int, ...] = ()
-    instead: int | None = None
+    instead: tuple[int, int] | None = None
     bytes: int = 0
     share: float = 0.0
 
@@ -57,7 +57,8 @@ class Uneven:
             return f"activations in {shown}: kept whole, {why}; {self.bytes:,} bytes more a rank"
         of = f" of {'·'.join(map(str, self.atoms))}" if len(self.atoms) > 1 else ""
         if self.instead is not None:
-            return f"{shown} dim {self.dim} ({self.size}{of}): {why}; dim {self.instead} is cut instead"
+            where = f"dim {self.instead[0]}" if self.instead[0] != self.dim else "the same dim"
+            return f"{shown} dim {self.dim} ({self.size}{of}): {why}; {self.instead[1]} of {where} is cut instead"
         return f"{shown} dim {self.dim} ({self.size}{of}): kept whole, {why}; {self.bytes:,} bytes more a rank"
 
 
@@ -107,7 +108,7 @@ def _uneven_size(sharding: Sharding, placement: Placement, mesh: Mesh, ways: int
 
 def _parameters(problem: Problem, layout: Layout, wished: Choice) -> Iterator[Uneven]:
     mesh, axis, ways = problem.mesh, problem.axis, problem.mesh[problem.axis]
-    alike: dict[tuple[str, int, tuple[int, ...], int, int | None], dict[str, int]] = defaultdict(dict)
+    alike: dict[tuple[str, int, tuple[int, ...], int, tuple[int, int] | None], dict[str, int]] = defaultdict(dict)
     for i in problem.program.inputs_of("param"):
         before, placement, now = problem.inputs[i.name], wished.inputs[i.name], layout.inputs[i.name].on(axis)
         size = _uneven_size(before, placement, mesh, ways)
@@ -115,7 +116,7 @@ def _parameters(problem: Problem, layout: Layout, wished: Choice) -> Iterator[Un
             continue
         dim_of = [d for d, dim in enumerate(before.dims) for _ in dim]
         dim = dim_of[placement.atom]
-        instead = dim_of[now.atom] if now.kind == "shard" else None
+        instead = (dim_of[now.atom], before.atoms[now.atom]) if now.kind == "shard" else None
         kept = problem.program.types[i.name].nbytes if instead is None else 0
         alike[wildcard(i.path), dim, before.dims[dim], size, instead][i.path] = kept - kept * _piece(size, ways) // size
     for (_, dim, sizes, size, instead), kept_bytes in alike.items():

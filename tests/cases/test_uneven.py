@@ -105,7 +105,7 @@ def test_nothing_where_all_is_divided() -> None:
 @pytest.mark.parametrize(("tied", "smooth"), [(False, 0.1), (True, 0.0)], ids=["untied", "tied"])
 def test_odd_vocabulary(tied: bool, smooth: float) -> None:
     model, batch = Language(vocab=17, tied=tied, smooth=smooth), text(17)
-    equal(model, batch, MESHES)
+    equal(model, batch, (*MESHES, "dp=2,tp=2"))
     for ways, fits in ((2, 18), (4, 20)):
         found = uneven(model, batch, f"tp={ways}")
         weight = found["tokens.weight", 17]
@@ -138,6 +138,9 @@ def test_five_heads(size: int) -> None:
             row = found[f"blocks.0.{name}.weight", 5]
             assert row.names == tuple(f"blocks.{n}.{name}.weight" for n in range(2)) and row.atoms == (5, size) and row.dim == 0
             assert str(row).startswith(f"blocks.*.{name}.weight dim 0 (5 of 5·{size}): ")
+        if size == 4:  # what lies inside of a head is cut, and attention is done whole
+            assert str(found["blocks.0.out.weight", 5]).endswith("would do; 4 of the same dim is cut instead")
+            assert found["products blocks.0", 5].names == ("blocks.0", "blocks.1")
 
 
 def test_hidden_five() -> None:
@@ -297,6 +300,7 @@ def test_argmax_norm_and_saved_state(mesh: str) -> None:
         step.compile(rows)
         out = step.forward(rows)
         seen = [(step(rows), step.metrics["grad_norm"])[1] for _ in range(3)]
+        assert ("head.weight dim 0 (17): kept whole" in step.explain()) == mesh.startswith("tp")
         return step.shard(wanted_rows), out, seen, step.full_state_dict()
 
     wanted_rows = {n: wanted[n].detach() for n in ("best", "likely")}
