@@ -127,7 +127,9 @@ print(json.dumps(sorted({m.split(".")[1] for m in sys.modules if m.startswith("a
 """
 
 
-@pytest.mark.parametrize(("model", "mesh"), [(MODELS[0], "dp=2,tp=2"), (MODELS[3], "tp=2"), (MODELS[4], "dp=2")], ids=str)
+@pytest.mark.parametrize(
+    ("model", "mesh"), [(MODELS[0], "dp=2,tp=2"), (MODELS[3], "tp=2"), (MODELS[4], "dp=2")], ids=lambda p: getattr(p, "name", p)
+)
 def test_runs_without_the_compiler(model: Model, mesh: str, tmp_path: Path) -> None:
     """A saved module, in a copy of the package from which the compiler's folders are deleted."""
     case = Case(model, model.name, mesh, "together")
