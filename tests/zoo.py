@@ -1,6 +1,7 @@
 """Models of others, unmodified, with small random configurations: whether they are captured and equal, and what they move.
 
-``python -m tests.zoo [--only TEXT] [--jobs N] > docs/models.md``. Results of one hash of the sources are kept in out/zoo.json.
+``python -m tests.zoo [--only TEXT] [--jobs N] [--page] > docs/models.md``. Results are kept in out/zoo.json, each with the hash
+of the sources that it holds for; what is missing is run first, then what is of older sources.
 """
 
 from __future__ import annotations
@@ -317,7 +318,8 @@ TEXT = """# Models of others
 
 Written by `python -m tests.zoo > docs/models.md`: classes of transformers and peft, unmodified, with small random configurations. A cell
 is one run of `autopar.verify`: all ranks simulated, three SGD steps, the largest relative difference of any loss, gradient, parameter
-or buffer in float64, where {allowed} is allowed. {filled} Sources {source}, {versions}.
+or buffer in float64, where {allowed} is allowed. Those of [models/](../models) are for `make matrix` ([matrix.md](matrix.md)).
+{filled} {versions}.
 
 {equal}
 
@@ -328,9 +330,11 @@ or buffer in float64, where {allowed} is allowed. {filled} Sources {source}, {ve
 MiB that a rank sends for one layer more, at hidden {hidden}, {heads} heads, bfloat16, {batch} rows, compiled on meta: the difference
 between three layers and two. *Known* is the pattern known by hand: an all-reduce of a hidden state for every sum in the last
 column, forward and backward, which over 4 ranks sends 1.5 hidden states. `sequence` splits the same bytes into gathers and
-reduce-scatters; where two norms, or a norm and a router, read the stream side by side, both results are gathered. Over `dp` the
+reduce-scatters; where two norms, or a norm and a router, read the stream side by side, both results are gathered. In
+BERT, whose norms come after the sums, the backward of the norm behind attention is computed whole, which gathers its input and its
+gradient where the gather of one result would do. Over `dp` the
 gradients are reduced and the parameters gathered, 0.75 of their bytes each, in buckets; *samples* is what else goes over `dp` for
-a layer, *once* what goes over it in a step besides.
+a layer, *once* what goes over it in a step besides. {measured}
 
 {bytes}
 """
@@ -354,7 +358,12 @@ def run_case(name: str) -> dict[str, Any]:
     return {"told": f"{report.worst:.0e}" if report.ok else "DIFFERS", "why": "" if report.ok else report.table(1)}
 
 
-def page(found: dict[str, dict[str, Any]], rows: list[list[str]], source: str) -> str:
+def _of_sources(results: dict[str, dict[str, Any]]) -> str:
+    """How many results are of which sources."""
+    return ", ".join(f"{source} ({count})" for source, count in Counter(r["source"] for r in results.values()).most_common()) or "none"
+
+
+def page(found: dict[str, dict[str, Any]], rows: dict[str, dict[str, Any]]) -> str:
     """docs/models.md."""
     table = [
         [m.name, v, *(found.get(f"{m.name} / {mesh} / {v}", {}).get("told", "") for mesh in MESHES)]
@@ -367,36 +376,50 @@ def page(found: dict[str, dict[str, Any]], rows: list[list[str]], source: str) -
     headers = ("model", "known forward", "known backward", "tp=4 forward", "backward", "sequence forward", "backward", "dp=4 buckets",
                "samples", "once", "sums of a layer")  # fmt: skip
     return TEXT.format(
-        allowed=f"{TOLERANCE[torch.float64]:.0e}", filled=f"{len(found)} of {len(every())} cells are filled.", source=source,
-        versions=f"torch {torch.__version__}, transformers {hf.__version__}", hidden=HIDDEN, heads=HEADS, batch=BATCH,
+        allowed=f"{TOLERANCE[torch.float64]:.0e}", versions=f"torch {torch.__version__}, transformers {hf.__version__}",
+        filled=f"{len(found)} of {len(every())} cells are filled, of sources {_of_sources(found)};",
+        hidden=HIDDEN, heads=HEADS, batch=BATCH,
         equal=tabulate(table, headers=("model", "variant", *MESHES), tablefmt="github", disable_numparse=True),
         refused="\n".join(f"- {', '.join(names)}: {text}" for text, names in why.items()) or "None is refused.",
-        bytes=tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True),
+        bytes=tabulate([rows[m.name]["row"] for m in MODELS if m.name in rows], headers=headers, tablefmt="github", disable_numparse=True),
+        measured=f"{len(rows)} of {len(MODELS)} rows are measured, of sources {_of_sources(rows)}.",
     )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
-    parser.add_argument("--only", default="", help="run only cases whose name has this text: model / mesh / variant")
+    parser.add_argument("--only", default="", help="run only cases whose name has this text: model / mesh / variant, or model / bytes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--page", action="store_true", help="run nothing; the page of what is kept")
     options = parser.parse_args(arguments)
-    source = source_hash()
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known = stored if stored.get("source") == source else {"source": source, "cases": {}, "bytes": {}}
-    todo = [str(c) for c in every() if options.only in str(c) and str(c) not in known["cases"]]
-    RESULTS.parent.mkdir(exist_ok=True)
-    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for name, result in zip(todo, pool.map(run_case, todo), strict=True):
-            known["cases"][name] = result
-            RESULTS.write_text(json.dumps(known, indent=1))
-            print(name, result["told"], file=sys.stderr, flush=True)
-        left = [m.name for m in MODELS if m.name not in known["bytes"]]
-        for name, row in zip(left, pool.map(moved, left), strict=True):
-            known["bytes"][name] = row
-            RESULTS.write_text(json.dumps(known, indent=1))
-            print(*row, file=sys.stderr, flush=True)
-    print(page(known["cases"], [known["bytes"][m.name] for m in MODELS], source), end="")
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}, "bytes": {}}
+    names = {"cases": [str(c) for c in every()], "bytes": [m.name for m in MODELS]}
+    for kind, of in names.items():
+        known[kind] = {name: known[kind][name] for name in of if name in known[kind]}
+    if not options.page:
+        _fill(known, {"cases": [n for n in names["cases"] if options.only in n],
+                      "bytes": [n for n in names["bytes"] if options.only in f"{n} / bytes"]}, options.jobs)  # fmt: skip
+    print(page(known["cases"], known["bytes"]), end="")
     return 0
+
+
+def _fill(known: dict[str, dict[str, dict[str, Any]]], names: dict[str, list[str]], jobs: int) -> None:
+    """Runs what isn't known of the present sources, and keeps every result as it comes."""
+    source = source_hash()
+    RESULTS.parent.mkdir(exist_ok=True)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for kind, run in (("cases", run_case), ("bytes", run_bytes)):
+            missing = [n for n in names[kind] if n not in known[kind]]
+            todo = missing + [n for n in names[kind] if n in known[kind] and known[kind][n]["source"] != source]
+            for name, result in zip(todo, pool.map(run, todo), strict=True):
+                known[kind][name] = {**result, "source": source}
+                RESULTS.write_text(json.dumps(known, indent=1))
+                print(name, *result.values(), file=sys.stderr, flush=True)
+
+
+def run_bytes(name: str) -> dict[str, Any]:
+    """The row of a model in the table of bytes, in any process."""
+    return {"row": moved(name)}
 
 
 if __name__ == "__main__":
