@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ from autopar.capture.follow import Followed
 from autopar.capture.tree import BatchTree, take_batch
 from autopar.codegen.emit import emit
 from autopar.compiler import Compiled
-from autopar.errors import AutoparError, InputError, UnsupportedError
+from autopar.errors import AutoparError, CommError, InputError, UnsupportedError
 from autopar.inspect import tables
 from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
@@ -118,6 +119,8 @@ class Step:
         self._brought = (0, 0, 0)  # of a batch that came unevenly: this rank's first row, how many, and all
         self._closed = False
         self._followed = Followed(model)
+        self._at_exit = partial(_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
         self.metrics: dict[str, Any] = {}
         self.reports: list[str] = []
         if options.optimizer is not None:
@@ -401,6 +404,9 @@ class Step:
         """Frees process groups and buffers. The step can't be used afterwards."""
         if not self._closed:
             self._closed = True
+            if sys.exception() is None:
+                self._landed()
+            atexit.unregister(self._at_exit)
             self._loaded.clear()
             self._state, self._grads = None, ()
             closer = getattr(self._comm, "close", None)
@@ -408,6 +414,14 @@ class Step:
                 closer()
 
     # -- inside
+
+    def _landed(self) -> None:
+        """Waits for gathers under way: a rank that leaves before its peers have all of its part would make them fail."""
+        if self._state is not None:
+            try:
+                self._state.changed()
+            except CommError:  # told by whoever caused it
+                pass
 
     @property
     def _model(self) -> nn.Module:
@@ -755,6 +769,12 @@ class Step:
             "loss": loss, "grad_norm": norm, "step_s": seconds, "tokens_per_s": tokens / seconds if seconds else 0.0,
             "comm_bytes": sent, "exposed_comm_s": waited, "records": records,
         }  # fmt: skip
+
+
+def _at_exit(step: Callable[[], Step | None]) -> None:
+    found = step()
+    if found is not None:
+        found._landed()
 
 
 def _without_values(model: nn.Module) -> nn.Module | None:
