@@ -6,7 +6,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -39,15 +38,6 @@ def raise_first(everyone: Sequence[AutoparError | None], mine: AutoparError | No
     if mine is not None and all(str(error) == str(told) for error in everyone):
         raise mine.alike()
     raise type(told)(f"rank {first}: {told.what}", where=told.where, why=told.why, hint=told.hint).alike() from mine
-
-
-def code_digest() -> str:
-    """Tells one version of autopar's sources from another."""
-    h = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        h.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return h.hexdigest()[:16]
 
 
 def compare_ranks(comm: Comm, mine: Mapping[str, Any], site: str) -> None:

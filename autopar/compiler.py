@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.codegen.emit import Module, emit
+from autopar.codegen.stages import StageModule
 from autopar.cost.device import GENERIC, Device
 from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
@@ -17,7 +18,7 @@ from autopar.layout.bucket import Bucket
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
 from autopar.passes.bounds import Bound, find_bounds
-from autopar.passes.buckets import CAP, bucketize, make_buckets
+from autopar.passes.buckets import CAP, bucketize, make_buckets, same_buckets
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.check import check_local, check_program
 from autopar.passes.check_placements import check_buckets, check_placements
@@ -30,6 +31,7 @@ from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
 from autopar.progress import Progress
+from autopar.pipelined import Staged, cut_pipeline
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
 from autopar.runtime.executor import Spec
@@ -48,6 +50,7 @@ class Compiled:
         seconds: that every stage took.
         bounds: how far ids and labels of the batch may go.
         rules, device: by which shardings were chosen.
+        pipeline: on a mesh with stages, how they are run and the programs of this rank's; ``final`` and ``module`` are those of its first.
     """
 
     program: Program
@@ -56,13 +59,19 @@ class Compiled:
     layout: Layout
     local: LocalProgram
     final: LocalProgram
-    module: Module
+    module: Module | StageModule
     spec: Spec
     lifted: torch.dtype | None = None
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     bounds: tuple[Bound, ...] = ()
     rules: Rules = DEFAULT
     device: Device = GENERIC
+    pipeline: Staged | None = None
+
+    @property
+    def finals(self) -> tuple[LocalProgram, ...]:
+        """What this rank runs: one program, or those of its stages."""
+        return (self.final,) if self.pipeline is None else tuple(self.pipeline.programs.values())
 
 
 def compile_program(
@@ -80,6 +89,7 @@ def compile_program(
     title: str = "",
     progress: Progress | None = None,
     cache: Cache | None = None,
+    coordinate: int = 0,
 ) -> Compiled:
     """Compiles a captured program for a mesh.
 
@@ -90,7 +100,9 @@ def compile_program(
         draw: draw a random legal layout instead of choosing one: for tests.
         progress: is told of every stage.
         cache: layouts chosen before.
+        coordinate: along ``pp``, of the rank to compile for: only its stages are.
     """
+    whole, mesh = mesh, mesh.without("pp")
     progress = progress or Progress()
     progress.at("canonicalize")
     lifted = lift(captured, precision)
@@ -111,14 +123,25 @@ def compile_program(
         progress.at("check")
         check_local(local)
         check_placements(local, split, atoms)
+        zero = 1 if plan.zero is None else plan.zero
+        if whole["pp"] > 1:
+            progress.at("stages")
+            staged, spec = cut_pipeline(
+                local, split, atoms, whole, plan, rules, device, groups or {}, zero, coordinate, title,
+                like.pipeline if like is not None else None, progress,
+            )  # fmt: skip
+            first = next(iter(staged.programs))
+            return Compiled(
+                program, split, atoms, layout, local, staged.programs[first], staged.modules[first], spec, overruled, bounds=bounds,
+                rules=rules, device=device, pipeline=staged,
+            )  # fmt: skip
         progress.at("buckets")
         trained = any(True for _ in split.outputs_of("grad"))
         buckets: tuple[Bucket, ...]
         if like is None:
             buckets = make_buckets(local, groups or {}, plan.buckets or CAP)
         else:
-            buckets = _same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
-        zero = 1 if plan.zero is None else plan.zero
+            buckets = same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
         final = fuse(bucketize(local, buckets, zero))
         progress.at("check")
         check_local(final)
@@ -135,6 +158,7 @@ def compile_program(
     key: Key | None = None
     if cache is not None:
         further = {"groups": sorted((groups or {}).items()), "title": title, "buckets": like.spec.buckets if like is not None else None}
+        further |= {"pipeline": (whole.axes, coordinate)}
         key = cache.key(lambda: key_of(split, rules, mesh, plan, batch_dims, device, held, further))
         kept = cache.find(key, split, atoms, mesh)
         if kept is not None and (made := cache.tried(key, kept, realize, lambda made: made.module.source)) is not None:
@@ -158,21 +182,6 @@ def _overruled(captured: Program) -> torch.dtype | None:
 
 def _shardings(compiled: Compiled) -> dict[str, Sharding]:
     return {i.path: compiled.local.shardings[i.name] for i in compiled.local.inputs_of("param")}
-
-
-def _same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Bucket, ...]:
-    """The buckets of an earlier compilation, for a program whose gradients may be partial over other axes."""
-    made = {m.path: b for b in make_buckets(local, {}, 1) for m in b.members}
-    if other := made.keys() ^ {m.path for b in buckets for m in b.members}:
-        raise InputError(
-            f"the loss now reaches other parameters than when the step was compiled: {', '.join(sorted(other))}",
-            why="a parameter without a gradient has no place among the optimizer's parts", hint="make a new step for the changed model",
-        )  # fmt: skip
-    out = []
-    for bucket in buckets:
-        over = {a for m in bucket.members for a in made[m.path].partial}
-        out.append(replace(bucket, partial=tuple(a for a in bucket.axes if a in over)))
-    return tuple(out)
 
 
 def _spec(final: LocalProgram, local: LocalProgram, module: Module, buckets: tuple[Bucket, ...], zero: int) -> Spec:

@@ -58,6 +58,7 @@ def compile_step(
     like: Compiled | None = None,
     progress: Progress | None = None,
     whole: bool = False,
+    coordinate: int = 0,
 ) -> Compiled:
     """Captures a model on the global batch and compiles the program of a rank: no processes, and no values of weights or batch, are needed.
 
@@ -68,9 +69,11 @@ def compile_step(
         groups: the optimizer's parameter group of every path.
         like: an earlier compilation whose layout of parameters is kept.
         progress: keeps the time of the stages and shows it; by default it is shown nowhere.
+        coordinate: along ``pp``, of the rank.
     """
     dims = find_dims(options.batch_dim, tree, tensors)
-    plan = options.plan if kind == "train" and not whole else replace(options.plan, microbatches=1)
+    count = microbatches_of(options.plan, mesh, next((t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None), 1))
+    plan = replace(options.plan, microbatches=count if kind == "train" and not whole else 1)
     count = plan.microbatches or 1
     if like is not None and any(t.shape[d] % count for t, d in zip(tensors, dims, strict=True) if d is not None):
         plan, count = replace(plan, microbatches=1), 1  # a short last batch
@@ -95,9 +98,16 @@ def compile_step(
         compiled = compile_program(
             captured, mesh, plan, options.rules, batch_dims, groups=groups or {}, like=like, precision=options.precision,
             device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.", progress=progress,
-            cache=options.cache,
+            cache=options.cache, coordinate=coordinate,
         )  # fmt: skip
     return replace(compiled, seconds=progress.seconds)
+
+
+def microbatches_of(plan: Plan, mesh: Mesh, rows: int) -> int:
+    """In how many microbatches a data rank's rows are run: where the plan doesn't say so, one, and with stages up to four a stage."""
+    if plan.microbatches is not None:
+        return plan.microbatches
+    return max(n for n in range(1, 4 * mesh["pp"] + 1) if rows % n == 0) if mesh["pp"] > 1 else 1
 
 
 def row_dims(compiled: Compiled, rules: Rules, dims: Sequence[int | None]) -> list[int | None]:
@@ -114,8 +124,8 @@ def row_dims(compiled: Compiled, rules: Rules, dims: Sequence[int | None]) -> li
     return found
 
 
-def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0, strict: bool = True) -> Any:
-    """The rows of data coordinate ``index`` of a global batch in ``count`` microbatches: microbatch outer, data coordinate inner.
+def cut_rows(batch: Any, mesh: Mesh, index: int, plan: Plan, batch_dim: Any = 0, strict: bool = True) -> Any:
+    """The rows of data coordinate ``index`` of a global batch: microbatch outer, data coordinate inner.
 
     Rows that don't divide are refused; or, unless ``strict``, the first ranks get one more.
     """
@@ -126,6 +136,7 @@ def cut_rows(batch: Any, mesh: Mesh, index: int, count: int, batch_dim: Any = 0,
             out.append(tensor)
             continue
         rows = tensor.shape[dim]
+        count = microbatches_of(plan, mesh, rows // ways)
         if rows % (ways * count) and not strict:
             out.append(tensor.tensor_split(ways, dim)[index])
             continue
@@ -145,6 +156,8 @@ def filled_plan(plan: Plan, compiled: Compiled) -> Plan:
         zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, mesh=str(compiled.spec.mesh),
         seconds=dict(compiled.layout.seconds),
         parameters={i.path: str(compiled.local.shardings[i.name]) for i in compiled.program.inputs_of("param")},
+        cuts=compiled.pipeline.cuts if compiled.pipeline is not None else None,
+        schedule=compiled.pipeline.schedule.name if compiled.pipeline is not None else None,
     )  # fmt: skip
 
 

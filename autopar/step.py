@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar import _torch, agree
-from autopar.capture import copied, rebuild_output
+from autopar.capture import copied, filled, rebuild_output, without_values
 from autopar.capture.follow import Followed
 from autopar.capture.tree import BatchTree, take_batch
 from autopar.codegen.emit import emit
+from autopar.codegen.stages import emit_stage
 from autopar.compiler import Compiled
+from autopar.deal import deal
 from autopar.errors import AutoparError, CommError, InputError, UnsupportedError
 from autopar.inspect import tables
 from autopar.ir.text import show_program
@@ -36,8 +38,10 @@ from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state
+from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.random import step_key
 from autopar.runtime.update import update, waited
+from autopar.sources import code_digest
 
 #: what a program gives: loss, gradients by bucket, new buffers by path, outputs
 Started = tuple[Tensor | None, tuple[Any, ...], dict[str, Tensor], tuple[Tensor, ...]]
@@ -86,11 +90,10 @@ def _all_ready(check: Callable[[], agree.Answer]) -> None:
 
 @dataclass
 class _Loaded:
-    """A compilation, loaded for running, and how to take its batch apart."""
+    """A compilation, loaded for running, and which dim of each of its batch's tensors counts samples."""
 
     compiled: Compiled
-    run: Executable
-    tree: BatchTree
+    run: Executable | Pipeline
     dims: list[int | None]
     whole: bool  # every data rank computes all rows
 
@@ -132,7 +135,8 @@ class Step:
     def compile(self, batch: Any) -> None:
         """Compiles the training step for this rank's rows now instead of at the first call."""
         self._check_open()
-        self._ready("train", batch)
+        call, tree, tensors, check = self._ask("train", batch)
+        self._settled(call, tree, tensors, check())
 
     # -- training
 
@@ -219,7 +223,7 @@ class Step:
         The first batch has to divide. Of a later one that doesn't (the last of a data set, say) the first ranks get a row more than others.
         """
         index = self._comm.coords.get("dp", 0)
-        return cut_rows(batch, self.mesh, index, self._plan.microbatches or 1, self._options.batch_dim, strict=self._train is None)
+        return cut_rows(batch, self.mesh, index, self._plan, self._options.batch_dim, strict=self._train is None)
 
     # -- state
 
@@ -259,7 +263,10 @@ class Step:
         assert self._train is not None
         whole = gather(state, list(state.parts), self.mesh, self._comm)
         whole |= gather_fixed(state.fixed, {p: s for p, (_, s) in self._train.spec.params.items()}, self.mesh, self._comm)
-        whole |= {path: t.detach().cpu().clone() for path, t in (*state.buffers.items(), *self._unread.items())}
+        buffers = {path: t.detach().cpu().clone() for path, t in (*self._unread.items(), *state.buffers.items())}
+        for theirs in self._comm.exchange(buffers, site="buffers") if self.mesh["pp"] > 1 else ():
+            whole |= theirs  # other stages hold others
+        whole |= buffers
         for path, aliases in {**self._names(), **self._buffer_names()}.items():
             if path in whole:
                 whole |= {alias: whole[path] for alias in aliases}
@@ -326,7 +333,7 @@ class Step:
         """A copy of the model with the current weights, whole. Collective."""
         full = self._whole()
         on_meta = any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
-        out = _filled(self._model) if on_meta else copied(self._model)
+        out = filled(self._model) if on_meta else copied(self._model)
         named = {**dict(out.named_parameters(remove_duplicate=False)), **dict(out.named_buffers(remove_duplicate=False))}
         with torch.no_grad():
             for name, value in full.items():
@@ -385,7 +392,7 @@ class Step:
         self._plan.save(folder / "plan.json")
         return folder / "step.py"
 
-    def executable(self) -> Executable:
+    def executable(self) -> Executable | Pipeline:
         """The loaded module of the training step: for timing it."""
         compiled = self._need_compiled()
         return next(held.run for held in self._loaded.values() if held.compiled is compiled)
@@ -460,13 +467,10 @@ class Step:
         assert self._train is not None
         return {i.path: i.aliases for i in self._train.program.inputs_of("buffer")}
 
-    def _dims(self, tree: BatchTree, tensors: Sequence[Tensor]) -> list[int | None]:
-        return find_dims(self._options.batch_dim, tree, tensors)
-
     def _rows(self, tensors: Sequence[Tensor], loaded: _Loaded) -> int:
         """Samples of the global batch; 1 where nothing counts samples."""
-        dims, ways = self._dims(loaded.tree, tensors), 1 if loaded.whole else self.mesh["dp"]
-        return next((t.shape[d] * ways for t, d in zip(tensors, dims, strict=True) if d is not None), 1)
+        ways = 1 if loaded.whole else self.mesh["dp"]
+        return next((t.shape[d] * ways for t, d in zip(tensors, loaded.dims, strict=True) if d is not None), 1)
 
     def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """A batch on the mesh's device, in the wanted precision."""
@@ -508,11 +512,6 @@ class Step:
         self._comm.settle()
         return loaded, placed, result
 
-    def _ready(self, kind: str, batch: Any) -> _Loaded:
-        """The program for this kind of call and these shapes, compiled at its first use."""
-        call, tree, tensors, check = self._ask(kind, batch)
-        return self._settled(call, tree, tensors, check())[0]
-
     def _ask(self, kind: str, batch: Any) -> tuple[_Call, BatchTree, list[Tensor], Callable[[], agree.Answer]]:
         """What a call is, and how to hear whether the other ranks make the same."""
         call = _Call(kind)
@@ -528,7 +527,7 @@ class Step:
             structure = f"{tree.form} {tree.spec}"
             call = _Call(kind, structure, tree.paths, str(tree.leaves), types, state, flags if kind == "train" else 0)
             self._check_batch(tree, tensors, trained)
-            dims = self._dims(tree, tensors)
+            dims = find_dims(self._options.batch_dim, tree, tensors)
             if call in self._loaded:
                 self._check_values(self._loaded[call], tensors)
         except AutoparError as error:
@@ -543,7 +542,7 @@ class Step:
         """The program of a call and what it is run on, once the ranks have been heard."""
         known = answer is agree.Answer.READY
         if answer is agree.Answer.UNEVEN:
-            call, tensors = self._whole_batch(call, tree, tensors)
+            call, tensors = self._dealt(call, tree, tensors)
             known = all(self._comm.exchange(call in self._loaded, site="program"))
         if not known:
             self._loaded.pop(call, None)  # the model of another rank has changed: all compile, and compare
@@ -553,32 +552,15 @@ class Step:
             agree.together(self._comm, lambda: self._check_values(loaded, tensors), "batch")
         return loaded, tensors
 
-    def _whole_batch(self, call: _Call, tree: BatchTree, tensors: list[Tensor]) -> tuple[_Call, list[Tensor]]:
-        """The call on rows that data ranks hold unevenly, as a short last batch: dealt out evenly if they divide, else all on every rank.
-
-        The batch is the ranks' rows one after the other.
-        """
-        dims, ways = self._dims(tree, tensors), self.mesh["dp"]
-        ranks = self._comm.exchange([t.cpu() for t in tensors], site="rows")
-        firsts = [next(r for r in range(self.mesh.size) if self.mesh.coords(r).get("dp", 0) == at) for at in range(ways)]
-        whole = [
-            t if d is None else torch.cat([ranks[r][k] for r in firsts], d) for k, (t, d) in enumerate(zip(tensors, dims, strict=True))
-        ]
-        counts = sorted({w.shape[d] for w, d in zip(whole, dims, strict=True) if d is not None})
-        even = call.kind != "forward" and all(n % ways == 0 for n in counts)
-        if even:
-            index = self._comm.coords.get("dp", 0)
-            whole = [w if d is None else w.tensor_split(ways, d)[index].contiguous() for w, d in zip(whole, dims, strict=True)]
-        if not counts or not counts[0]:
-            raise InputError("the batch has no rows on any rank").alike()
-        how = "dealt out evenly" if even else f"{counts} rows don't divide by dp={ways}: every data rank computes all of them"
-        k, dim = next((k, d) for k, d in enumerate(dims) if d is not None)
-        before = sum(ranks[r][k].shape[dim] for r in firsts[: self._comm.coords.get("dp", 0)])
-        self._brought = (before, tensors[k].shape[dim], whole[k].shape[dim])
-        call = call._replace(types=tuple((t.dtype, tuple(t.shape)) for t in whole), whole=not even)
+    def _dealt(self, call: _Call, tree: BatchTree, tensors: list[Tensor]) -> tuple[_Call, list[Tensor]]:
+        """The call on rows that data ranks hold unevenly, as a short last batch."""
+        dims = find_dims(self._options.batch_dim, tree, tensors)
+        made = deal(self._comm, tensors, dims, cut=call.kind != "forward")
+        self._brought = made.brought
+        call = call._replace(types=tuple((t.dtype, tuple(t.shape)) for t in made.tensors), whole=made.whole)
         if call not in self._loaded:
-            self.reports.append(f"{call.kind}: data ranks hold different numbers of rows; {how}")
-        return call, whole
+            self.reports.append(f"{call.kind}: data ranks hold different numbers of rows; {made.how}")
+        return call, made.tensors
 
     def _check_batch(self, tree: BatchTree, tensors: Sequence[Tensor], trained: Sequence[str]) -> None:
         """What can be said against a batch before its program is known."""
@@ -608,8 +590,8 @@ class Step:
         self._agree_on_model()
         compiled = agree.together(self._comm, lambda: self._program(call, tree, tensors), "compile")
         # what the ranks run is the same text, whatever their models look like
-        text = hashlib.sha256((compiled.module.source + compiled.spec.to_json()).encode()).hexdigest()[:16]
-        if len(set(self._comm.exchange(text, site="program"))) > 1:
+        text = hashlib.sha256((_source(compiled) + compiled.spec.to_json()).encode()).hexdigest()[:16]
+        if len(set(self._comm.exchange((self._comm.coords.get("pp", 0), text), site="program"))) > self.mesh["pp"]:
             agree.compare_ranks(self._comm, {"state of its model": self._followed.told(), "program": text}, "model state")
         run = self._load(compiled)
         if self._train is None:
@@ -618,7 +600,7 @@ class Step:
             self.reports.append(
                 f"compiled {kind} for batch shapes {[tuple(t.shape) for t in tensors]} in {time.perf_counter() - begun:.1f} s"
             )
-        return _Loaded(compiled, run, tree, find_dims(self._options.batch_dim, tree, tensors), call.whole)
+        return _Loaded(compiled, run, find_dims(self._options.batch_dim, tree, tensors), call.whole)
 
     def _begin(self, compiled: Compiled) -> None:
         """Takes the first compilation: its plan, the weights in its layout, the optimizer over its parts."""
@@ -627,7 +609,7 @@ class Step:
         self._trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
         self._plan = filled_plan(self._plan, compiled)
         self._waiting = None
-        self._skeleton = _without_values(self._model)
+        self._skeleton = without_values(self._model)
         if self._skeleton is not None:
             self._user = weakref.ref(self._model)
         self._versions = [_torch.version(p) for p in self._state.parts]
@@ -641,25 +623,35 @@ class Step:
     def _program(self, call: _Call, tree: BatchTree, tensors: Sequence[Tensor]) -> Compiled:
         """Captures on the global batch and compiles."""
         share = self._share if self._share is not None else {}
-        if call not in share:
+        coordinate = self._comm.coords.get("pp", 0)
+        key = (call, coordinate)
+        if key not in share:
             groups = self._prepared.group_of if self._prepared is not None else {}
             shown = sys.stderr if self._options.progress and self._comm.rank == 0 else None
             progress = Progress(f"{type(self._model).__name__} for {str(self.mesh) or 'one rank'}", shown)
             options = replace(self._options, plan=self._plan)
-            share[call] = compile_step(self._model, self.mesh, options, tree, tensors, call.kind, groups, self._train, progress, call.whole)
+            share[key] = compile_step(
+                self._model, self.mesh, options, tree, tensors, call.kind, groups, self._train, progress, call.whole, coordinate
+            )
             if options.cache is not None:
                 self.reports += options.cache.take_reports()
-        return share[call]
+        return share[key]
 
-    def _load(self, compiled: Compiled) -> Executable:
-        segment = None
-        source = compiled.module.source
-        if self._options.backend == "inductor":
-            source = emit(compiled.final, "", tensor_sites=True).source
+    def _load(self, compiled: Compiled) -> Executable | Pipeline:
+        segment, inductor = None, self._options.backend == "inductor"
+        if inductor:
 
             def segment(fn: Callable[..., Any]) -> Callable[..., Any]:
                 return torch.compile(fn, dynamic=False, fullgraph=True)
 
+        if compiled.pipeline is not None:
+            staged = compiled.pipeline
+            separate = any("I" in m.spec.tasks for m in staged.modules.values())
+            modules = {s: emit_stage(p, split=separate, tensor_sites=True) for s, p in staged.programs.items()} if inductor else staged.modules
+            parts = {s: (m.source, m.spec, staged.programs[s].consts) for s, m in modules.items()}
+            paths = [i.path for i in compiled.program.inputs_of("batch")]
+            return Pipeline(parts, staged.schedule.placement, staged.instructions, compiled.spec, paths, self._comm, compile_segment=segment)
+        source = emit(compiled.final, "", tensor_sites=True).source if inductor else compiled.module.source
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 
     def _agree_on_call(
@@ -701,7 +693,7 @@ class Step:
             for g in (self._prepared.optimizer.param_groups if self._prepared else ())
         ]
         mine = {
-            "torch": torch.__version__, "version of autopar's code": agree.code_digest(), "model": model,
+            "torch": torch.__version__, "version of autopar's code": code_digest(), "model": model,
             "seed": o.seed, "plan": json.loads(self._plan.text()),
             "optimizer": (type(self._prepared.optimizer).__name__, repr(groups)) if self._prepared else None,
             "loss": getattr(o.loss, "__qualname__", type(o.loss).__name__), "clip_grad_norm": o.clip_grad_norm, "precision": o.precision,
@@ -715,7 +707,7 @@ class Step:
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
         if callable(how):
-            model = _filled(model)
+            model = filled(model)
             how(model)
             named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers(remove_duplicate=False))
         given = self._waiting or {}
@@ -771,39 +763,16 @@ class Step:
         }  # fmt: skip
 
 
+def _source(compiled: Compiled) -> str:
+    """The text of all that a rank runs."""
+    modules = [compiled.module] if compiled.pipeline is None else compiled.pipeline.modules.values()
+    return "\n".join(m.source for m in modules)
+
+
 def _at_exit(step: Callable[[], Step | None]) -> None:
     found = step()
     if found is not None:
         found._landed()
-
-
-def _without_values(model: nn.Module) -> nn.Module | None:
-    """A copy of a model whose parameters and buffers are on meta, ties kept. None where a model can't be copied."""
-    memo: dict[int, Any] = {}
-    for t in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(t, device="meta")
-        memo[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
-    try:
-        return copied(model, memo)
-    except Exception:  # noqa: BLE001 - whatever the model holds: it is then kept itself
-        return None
-
-
-def _filled(model: nn.Module) -> nn.Module:
-    """A copy of a model on meta with memory on the CPU, ties kept. Floats are NaN, so that what isn't initialised shows."""
-    out = copied(model)
-    names: dict[int, list[str]] = {}
-    for name, p in out.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    out = out.to_empty(device="cpu")
-    for first, *others in names.values():  # to_empty makes a new parameter for every name
-        for name in others:
-            path, _, attribute = name.rpartition(".")
-            setattr(out.get_submodule(path), attribute, out.get_parameter(first))
-    with torch.no_grad():
-        for t in (*out.parameters(), *out.buffers()):
-            t.fill_(torch.nan) if t.is_floating_point() or t.is_complex() else t.zero_()
-    return out
 
 
 __all__ = ["Step"]

@@ -428,13 +428,14 @@ class _Placed:
         self.numbers = sorted(self.by_number)
 
     def of(self, node: fx.Node, phase: Phase) -> Where:
-        found = _annotated(node)
-        if found is None and phase == "backward" and (number := node.meta.get("seq_nr")) is not None:
+        found, number = _annotated(node), node.meta.get("seq_nr")
+        if found is None and phase == "backward" and number is not None:
             at = bisect_right(self.numbers, number)
             found = self.by_number[self.numbers[max(at - 1, 0)]] if self.numbers else None
         if found is None:
             # Nodes made by Python that is no torch function: they run in the module of what ran just before.
             found = self.last
+        found = replace(found, order=self.last.order if number is None and phase == "forward" else -1 if number is None else number)
         if phase == "forward":
             self.last = found
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -98,15 +97,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
                 yield "const", f"{path}.{key}" if path else key, value
-
-
-def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """A deep copy. What a forward computed and a module keeps (the older weight norm keeps its weight) is copied without its graph.
-
-    ``memo``: copies to take for objects, by their id.
-    """
-    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf)
-    return copy.deepcopy(model, {**{id(value): value.detach().clone() for value in kept}, **(memo or {})})
 
 
 @contextmanager

@@ -72,11 +72,11 @@ def emit(program: LocalProgram, title: str = "", *, tensor_sites: bool = False) 
 
     ``tensor_sites`` passes the numbers of random calls as tensors, so that a compiled segment isn't compiled again for each layer.
     """
-    return _Emitter(program, title, tensor_sites).run()
+    return Emitter(program, title, tensor_sites).run()
 
 
 @dataclass
-class _Emitter:
+class Emitter:
     program: LocalProgram
     title: str
     tensor_sites: bool = False
@@ -427,11 +427,11 @@ class _Emitter:
             lines += s.lines
             gone = [v for v in dead.get(n, []) if v not in totals or not inner]
             if gone:
-                lines += _delete(gone, 8 if inner else 4)
+                lines += delete(gone, 8 if inner else 4)
             if looped and n == end:
                 after = [v for v in dead.get(-2, []) if v not in totals]
                 if after:
-                    lines += _delete(after, 4)
+                    lines += delete(after, 4)
         return lines
 
 
@@ -453,7 +453,7 @@ def _offsets(node: Node) -> list[Offset]:
     return found
 
 
-def _delete(values: list[str], indent: int) -> list[str]:
+def delete(values: list[str], indent: int) -> list[str]:
     pad, lines = " " * indent, []
     while values:
         take = 1

@@ -90,7 +90,7 @@ def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options, st
         named = [(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]
         groups = opt.prepare(options.optimizer, named, frozen=[n for n, p in model.named_parameters() if not p.requires_grad]).group_of
         states = state_elements(options.optimizer, [n for n, _ in model.named_parameters()])
-    tree, tensors = take_batch(cut_rows(batch, mesh, 0, options.plan.microbatches or 1, options.batch_dim))
+    tree, tensors = take_batch(cut_rows(batch, mesh, 0, options.plan, options.batch_dim))
     progress = Progress(f"{type(model).__name__} for {str(mesh) or 'one rank'}", stream)
     compiled = compile_step(model, mesh, options, tree, tensors, groups=groups, progress=progress)
     return Inspection(compiled, filled_plan(options.plan, compiled), states, time.perf_counter() - begun)

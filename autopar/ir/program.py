@@ -64,12 +64,17 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a node comes from: the module path it ran in and the user's file, line and text of that line."""
+    """Where a node comes from: the module path it ran in and the user's file, line and text of that line.
+
+    ``order``: autograd's number of the forward operation that it is, or whose gradient it computes; -1 unknown. It orders the calls of
+    modules, also of one that is called twice.
+    """
 
     module: str = ""
     file: str = ""
     line: int = 0
     code: str = ""
+    order: int = field(default=-1, compare=False, repr=False)
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "?"
@@ -191,10 +196,11 @@ class Input:
         tangent: the gradient of the loss, 1.
         key: the random key of the step, int64[2].
         bucket: in local programs, this rank's part of a bucket of parameters.
+        received: in programs of a stage, a value from another one; path is ``stage.task`` that makes it.
     """
 
     name: str
-    kind: Literal["param", "buffer", "batch", "const", "tangent", "key", "bucket"]
+    kind: Literal["param", "buffer", "batch", "const", "tangent", "key", "bucket", "received"]
     path: str
     aliases: tuple[str, ...] = ()
     trainable: bool = False
@@ -203,10 +209,10 @@ class Input:
 @dataclass(frozen=True)
 class Output:
     """A value that the step returns: the loss, the gradient of a parameter, the new value of a buffer, an output leaf of the model; in
-    local programs also this rank's part of the gradients of a bucket."""
+    local programs also this rank's part of the gradients of a bucket, and what another stage needs (path: ``stage.task`` that reads it)."""
 
     value: str
-    kind: Literal["loss", "grad", "buffer", "output", "bucket"]
+    kind: Literal["loss", "grad", "buffer", "output", "bucket", "sent"]
     path: str
 
 

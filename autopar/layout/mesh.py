@@ -59,6 +59,10 @@ class Mesh:
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
 
+    def without(self, axis: str) -> Mesh:
+        """The mesh of the ranks with one coordinate along an axis."""
+        return Mesh([(name, size) for name, size in self.axes if name != axis], device=self.device)
+
     @property
     def size(self) -> int:
         """The number of ranks."""

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Input, Node, Offset, Output, Ref, TensorType, Where
 from autopar.layout.bucket import Bucket, Member, padded
+
+P = TypeVar("P", bound=LocalProgram)
 
 #: bytes after which a bucket is closed.
 CAP = 25 * 2**20
 
 
-def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CAP) -> tuple[Bucket, ...]:
+def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CAP, prefix: str = "") -> tuple[Bucket, ...]:
     """Buckets of the parameters that have gradients, in the order in which the backward makes them.
 
     Args:
         groups: the optimizer's parameter group of every path.
         cap: bytes of a bucket's flat tensor after which the next is begun; a parameter of half of it is a bucket of its own.
+        prefix: of the buckets' names.
     """
     mesh = program.mesh
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
@@ -48,18 +52,20 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
     buckets = []
     for n, ((dtype, group, axes, partial), members) in enumerate(closed):
         numel = padded(members[-1].offset + members[-1].numel, mesh.count(axes))
-        buckets.append(Bucket(f"bucket{n}", dtype, group, axes, partial, tuple(members), numel))
+        buckets.append(Bucket(f"{prefix}bucket{n}", dtype, group, axes, partial, tuple(members), numel))
     return tuple(buckets)
 
 
-def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> LocalProgram:
+def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: bool | None = None) -> P:
     """The program over buckets.
 
     A program without gradients (evaluation) takes the buckets of the one that has them.
 
     ``zero`` 1: a rank's input is the part of each bucket that it owns, gathered before use, and its output the gradients of that part.
     ``zero`` 0: every rank holds whole buckets and gets whole gradients, each part of which its owner has summed.
+    ``looped``: parameters are gathered before, gradients reduced after all microbatches, also where there is one.
     """
+    looped = program.microbatches > 1 if looped is None else looped
     types, shardings = dict(program.types), dict(program.shardings)
     mesh = program.mesh
     inputs_by_path = {i.path: i for i in program.inputs_of("param")}
@@ -70,7 +76,7 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
     held = {m.path for b in buckets for m in b.members}
     inputs = [i for i in program.inputs if not (i.kind == "param" and i.path in held)]
     outputs = [o for o in program.outputs if o.kind != "grad"]
-    post = "post" if program.microbatches > 1 else "body"
+    post = "post" if looped else "body"
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
     tail: list[Node] = []
 
@@ -87,7 +93,7 @@ def bucketize(program: LocalProgram, buckets: tuple[Bucket, ...], zero: int) -> 
         types[bucket.name] = TensorType(bucket.dtype, (size,))
         nodes: list[Node] = []
         full = bucket.name
-        region: Any = "pre" if program.microbatches > 1 else "body"
+        region: Any = "pre" if looped else "body"
         if owners > 1 and zero > 0:
             full = add("comm.all_gather", (Ref(full), bucket.axes, 0), f"{bucket.name}_full", (bucket.numel,), nodes, "forward", region)
         uses = []
@@ -150,3 +156,18 @@ def _first_use(program: LocalProgram) -> dict[str, int]:
         for name in node.refs():
             found.setdefault(name, n)
     return found
+
+
+def same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Bucket, ...]:
+    """The buckets of an earlier compilation, for a program whose gradients may be partial over other axes."""
+    made = {m.path: b for b in make_buckets(local, {}, 1) for m in b.members}
+    if other := made.keys() ^ {m.path for b in buckets for m in b.members}:
+        raise InputError(
+            f"the loss now reaches other parameters than when the step was compiled: {', '.join(sorted(other))}",
+            why="a parameter without a gradient has no place among the optimizer's parts", hint="make a new step for the changed model",
+        )  # fmt: skip
+    out = []
+    for bucket in buckets:
+        over = {a for m in bucket.members for a in made[m.path].partial}
+        out.append(replace(bucket, partial=tuple(a for a in bucket.axes if a in over)))
+    return tuple(out)

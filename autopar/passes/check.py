@@ -49,7 +49,7 @@ def check_program(program: Program) -> None:
             if node.region != placed:
                 raise VerifyError(f"{node.op} is in region {node.region}, not {placed}", where=str(node.where))
         for output in program.outputs:
-            if region.get(output.value) == "body":
+            if region.get(output.value) == "body" and output.kind != "sent":
                 raise VerifyError(f"output {output.kind} {output.path} is {output.value}, which every turn of the loop makes anew")
 
 
@@ -86,7 +86,7 @@ def check_local(program: LocalProgram) -> None:
             raise VerifyError(f"{name} is {known} as a whole, its sharding {sharding} says {sharding.shape}")
     for output in program.outputs:
         left = program.shardings[output.value].partial_axes() if output.value in program.shardings else ()
-        if left and output.kind != "grad":
+        if left and output.kind not in ("grad", "sent"):
             raise VerifyError(f"output {output.kind} {output.path} is still unreduced over {left}")
 
 

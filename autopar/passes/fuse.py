@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Ref, TensorType
 
+P = TypeVar("P", bound=LocalProgram)
 Types = Mapping[str, TensorType]
 Bound = dict[str, Any]
 
@@ -88,7 +89,7 @@ FUSIONS = (
 )  # fmt: skip
 
 
-def fuse(program: LocalProgram, fusions: tuple[Fusion, ...] = FUSIONS) -> LocalProgram:
+def fuse(program: P, fusions: tuple[Fusion, ...] = FUSIONS) -> P:
     """The program with every match fused; the fused node stands where the last of its nodes stood."""
     producers = program.producers()
     uses = Counter(r for n in program.nodes for r in n.refs())

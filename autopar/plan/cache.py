@@ -14,7 +14,6 @@ import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +30,8 @@ from autopar.plan.plan import Plan
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms
 from autopar.rules.strategies import Strategy
+from autopar.sources import code_digest
 
-PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
 
 
@@ -167,7 +166,7 @@ def key_of(
         Unfit: where a rule of the user's is a function, of which no text says what it does.
     """
     versions = {
-        "autopar": _sources(), "torch": torch.__version__, "highspy": version("highspy"), "numpy": version("numpy"),
+        "autopar": code_digest(), "torch": torch.__version__, "highspy": version("highspy"), "numpy": version("numpy"),
         "python": platform.python_version(), "machine": platform.machine(),
     }  # fmt: skip
     parts: dict[str, object] = {
@@ -200,15 +199,6 @@ def _own_rules(rules: Rules) -> list[str]:
             raise Unfit(f"the rule for {op} is a function")
         found.append(repr(rule))
     return found
-
-
-@lru_cache(maxsize=1)
-def _sources() -> str:
-    """The digest of autopar's own sources: a version number says less."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 # -- entries

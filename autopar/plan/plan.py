@@ -13,8 +13,6 @@ from autopar.errors import PlanError, UnsupportedError
 #: fields of the surface whose mechanism isn't built, and the words that say so.
 _LATER = {
     "per_microbatch": "statistics per microbatch",
-    "schedule": "pipeline schedules",
-    "cuts": "pipeline stages",
     "recompute": "recompute regions",
 }
 
@@ -27,6 +25,9 @@ class Plan:
         zero: 0, every rank of ``dp`` holds the whole optimizer state; 1 (the default), each rank the part it owns.
         sequence: ``tp`` also shards the sequence of activations between the matrices.
         microbatches: turns of the loop over the batch (gradient accumulation).
+        schedule: of the stages of ``pp``: a name (``1f1b``, the default, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-v``,
+            ``dualpipev``), or a function of (stages, microbatches, ranks) that gives an ``autopar.schedule.Schedule``.
+        cuts: paths of the modules that begin all stages but the first; a multiple of ``pp`` stages.
         buckets: bytes after which a bucket of gradients is closed.
         shard: parameter globs to placements: ``{"*.up.weight": "dim0@tp", "head.*": "replicate"}``; of two that match the later wins.
         strict: a request that can't be met is an error instead of a note.
@@ -57,6 +58,12 @@ class Plan:
             raise PlanError(f"Plan(sequence={self.sequence!r}) is neither True nor False")
         if self.shard is not None and not (isinstance(self.shard, Mapping) and all(isinstance(v, str) for v in self.shard.values())):
             raise PlanError(f"Plan(shard={self.shard!r}) is not a table of pins", hint='{"*.up.weight": "dim0@tp"}')
+        if self.cuts is not None:
+            if isinstance(self.cuts, str) or not all(isinstance(c, str) for c in self.cuts):
+                raise PlanError(f"Plan(cuts={self.cuts!r}) is not a list of module paths", hint='cuts=("layers.4", "layers.8")')
+            object.__setattr__(self, "cuts", tuple(self.cuts))
+        if self.schedule is not None and not isinstance(self.schedule, str) and not callable(self.schedule):
+            raise PlanError(f"Plan(schedule={self.schedule!r}) is neither a name nor a function", hint='schedule="1f1b"')
         if isinstance(self.zero, bool) or isinstance(self.microbatches, bool):
             raise PlanError("zero and microbatches are numbers, not flags")
         if self.zero is not None and self.zero not in (0, 1):
@@ -88,9 +95,8 @@ class Plan:
 
     def text(self) -> str:
         """The fields that are set, as JSON with sorted keys: the same plan gives the same text."""
-        return json.dumps(
-            {k: v for k, v in asdict(self).items() if v is not None and not (k == "strict" and not v)}, indent=1, sort_keys=True
-        )
+        found = {k: v for k, v in asdict(self).items() if v is not None and not (k == "strict" and not v)}
+        return json.dumps(found, indent=1, sort_keys=True, default=lambda f: getattr(f, "__qualname__", type(f).__name__))
 
     def __str__(self) -> str:
         return self.text()

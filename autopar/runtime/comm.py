@@ -31,15 +31,19 @@ from autopar.runtime.watch import Failure, Watch
 #: what a reduction does to two parts; there are no others.
 OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
+#: what a message between two stages belongs to: the forward, the backward, or what happens once a step.
+CHANNELS = ("up", "down", "once")
+
 #: formats too short to add many of without losing digits: their sums are kept in float32 and rounded once.
 _SHORT = (torch.bfloat16, torch.float16)
 
 #: seconds after its start in which a collective is left to the program's own wait.
 _HEAD_START = 0.001
 
-#: A message's tag is made of its group's number (a bit for each of the five axes; one more for exchanges), the round, and a count that
-#: starts again long after the messages that used it are gone. torch takes 31 bits.
+#: A message's tag is made of its group's number (a bit for each of the five axes; one more for exchanges, and for each channel between
+#: stages), the round, and a count that starts again long after the messages that used it are gone. torch takes 31 bits.
 _EXCHANGE = 32
+_CHANNEL = 33
 _TAGS_PER_COUNT = 128
 #: bytes of an exchange's first message, which most objects fit into; the first eight tell the length.
 _FRAME = 1024
@@ -52,7 +56,7 @@ class Record:
 
     Attributes:
         site: the caller's name for the place in the program.
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``send`` or ``receive``.
         axes: the mesh axes, first axis major.
         bytes: bytes handed to the transport by this rank (backends with their own collectives: by the formula of ``layout.traffic``).
         seconds_start: host time spent in the starting call.
@@ -177,6 +181,40 @@ class Comm(ABC):
     def exchange_later(self, obj: Any, *, site: str = "") -> Callable[[], list[Any]]:
         """Starts an exchange; the function returned waits for it and gives every rank's ``obj``, by rank."""
 
+    @abstractmethod
+    def _begin_send(self, x: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        """Starts to send to a rank; the function returned waits until ``x`` may be written to."""
+
+    @abstractmethod
+    def _begin_receive(self, out: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        """Starts to receive from a rank into ``out``."""
+
+    def send(self, x: Tensor, peer: int, channel: str, *, site: str = "") -> Handle:
+        """Sends to another rank of the mesh.
+
+        Messages from one rank to another in one channel (``CHANNELS``) arrive in the order in which they were sent, and are received in
+        that order: every transport can do that.
+        """
+        return self._message("send", x.detach().contiguous(), peer, channel, site)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int, channel: str, *, site: str = "") -> Handle:
+        """Receives from another rank of the mesh what it sends next in a channel."""
+        return self._message("receive", torch.empty(tuple(shape), dtype=dtype, device=self.device), peer, channel, site)
+
+    def _message(self, kind: str, x: Tensor, peer: int, channel: str, site: str) -> Handle:
+        if channel not in CHANNELS:
+            raise CommError(f"{kind}: unknown channel {channel!r}", where=site, hint=f"channels are {', '.join(CHANNELS)}")
+        if not 0 <= peer < self.mesh.size or peer == self.rank:
+            raise CommError(f"{kind}: rank {self.rank} has no messages with rank {peer}", where=site)
+        begun = time.perf_counter()
+        if self._held is not None:
+            self.settle()
+        record = Record(site, kind, ("pp",), x.numel() * x.itemsize if kind == "send" else 0)
+        finish = (self._begin_send if kind == "send" else self._begin_receive)(x, peer, channel, site)
+        self.records.append(record)
+        record.seconds_start = time.perf_counter() - begun
+        return Handle(finish, record)
+
     def exchange(self, obj: Any, *, site: str = "") -> list[Any]:
         """Every rank's small picklable ``obj``, by rank. Blocks; for control, not for data, and not recorded."""
         return self.exchange_later(obj, site=site)()
@@ -255,6 +293,9 @@ class Comm(ABC):
         """
         for axes in axes_list:
             self.group(axes)
+
+    def prepare_channels(self) -> None:
+        """Makes what messages between stages need. Collective over the mesh."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -426,8 +467,8 @@ class DistComm(Comm):
 
     On gloo every collective is made of direct messages, receives posted before sends: measured on loopback this is 2 to 5 times faster than
     gloo's own reduce-scatter and all-gather and as fast as its all-reduce and all-to-all, moves no more than the needed bytes, and sums in
-    group order. The messages of all axes share one process group, made here so that two comms never mix theirs: tags tell the groups'
-    collectives apart, and pairs of ranks that differ along different axes have different sockets anyway. Other backends use their own
+    group order. The messages of all axes share one process group, and control exchanges another, both made here so that two comms never
+    mix theirs: tags tell the groups' collectives apart, and pairs of ranks that differ along different axes have different sockets anyway. Other backends use their own
     asynchronous collectives, in a process group for each set of ranks. A mesh of one rank needs no process group at all.
 
     Making, preparing and closing a comm are done by all ranks in the same order.
@@ -457,6 +498,8 @@ class DistComm(Comm):
         self._progress: _Progress | None = None
         self._broken = ""
         self._counts: dict[int, int] = {}
+        self._sent_counts: dict[tuple[str, int, int], int] = {}
+        self._channels: dict[str, dist.ProcessGroup] = {}
         self._scratch = _Scratch()
         self._pgs: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
@@ -696,6 +739,54 @@ class DistComm(Comm):
         self._check_usable(call.position())
         start = getattr(self, f"_{'direct' if self._direct else 'native'}_{call.kind}")
         return start(call)
+
+    # -- between two ranks
+
+    def _begin_send(self, x: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        return self._begin_message("send", x, peer, channel, site)
+
+    def _begin_receive(self, out: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        return self._begin_message("receive", out, peer, channel, site)
+
+    def _begin_message(self, kind: str, x: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        at = f" at {site}" if site else ""
+        doing = f"{kind} ({channel}){at}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        self._check_usable(doing)
+        if not x.numel():
+            return lambda: x
+        group = Group(("pp",), tuple(sorted((self.rank, peer))), int(self.rank > peer))
+        number = _CHANNEL + CHANNELS.index(channel)
+        count = self._sent_counts.get((kind, peer, number), 0)
+        self._sent_counts[kind, peer, number] = count + 1
+        tag = count % _COUNTS * _TAGS_PER_COUNT + 2 * number
+        over = self._transport if self._direct else self._channel_group(channel)
+        try:
+            if kind == "send":
+                work = dist.isend(x, dst=self._globals[peer], group=over, tag=tag)
+            else:
+                work = dist.irecv(x, src=self._globals[peer], group=over, tag=tag)
+        except RuntimeError as error:
+            raise self._failure(f"starting {doing}", group, site, peer, error) from error
+        works: _Works = [(work, peer)]
+
+        def finish() -> Tensor:
+            self._await(group, works, doing, site)
+            return x
+
+        return finish
+
+    def _channel_group(self, channel: str) -> dist.ProcessGroup:
+        """Backends that run messages of one group one after the other get a group for each channel."""
+        found = self._channels.get(channel)
+        if found is None:
+            raise CommError(f"channel {channel!r} was not prepared", hint="comm.prepare_channels() on all ranks")
+        return found
+
+    def prepare_channels(self) -> None:
+        super().prepare_channels()
+        if not self._direct and self.mesh.size > 1 and not self._channels:
+            for channel in CHANNELS:
+                self._channels[channel] = self._make_process_group(self._everyone.key, together=self._is_world)
 
     # -- from direct messages
 

@@ -256,34 +256,37 @@ def load(folder: str | Path, comm: Comm, stem: str = "step") -> Executable:
 
 
 def gather(state: State, flats: Sequence[Tensor], mesh: Mesh, comm: Comm) -> dict[str, Tensor]:
-    """Whole tensors by path from flat parts of the buckets (parameters, gradients, state), on every rank's CPU. Collective."""
+    """Whole tensors by path from flat parts of the buckets (parameters, gradients, state), on every rank's CPU. Collective.
+
+    Ranks may hold other buckets, as those of other stages do.
+    """
     flats = [f.detach().cpu().clone() for f in flats]  # a view would travel with all that it is a view of
-    ranks = comm.exchange(flats, site="gather")
+    ranks = comm.exchange({b.name: (b, flat) for b, flat in zip(state.buckets, flats, strict=True)}, site="gather")
     whole: dict[str, Tensor] = {}
-    for k, bucket in enumerate(state.buckets):
-        for m in bucket.members:
-            full = torch.zeros(m.sharding.shape, dtype=flats[k].dtype)
-            done = set()
-            for rank in range(mesh.size):
-                coords = mesh.coords(rank)
+    done: set[tuple[str, tuple[int, ...]]] = set()
+    for rank, held in enumerate(ranks):
+        coords = mesh.coords(rank)
+        for bucket, own in held.values():
+            group = mesh.group(rank, bucket.axes) if state.zero else (rank,)
+            flat: Tensor | None = None
+            for m in bucket.members:
                 starts = m.sharding.starts(mesh, coords)
-                if starts in done:
+                if (m.path, starts) in done:
                     continue
-                done.add(starts)
-                group = mesh.group(rank, bucket.axes) if state.zero else (rank,)
-                flat = torch.cat([ranks[r][k] for r in group])
+                done.add((m.path, starts))
+                if flat is None:
+                    flat = torch.cat([ranks[r][bucket.name][1] for r in group])
+                full = whole.setdefault(m.path, torch.zeros(m.sharding.shape, dtype=own.dtype))
                 paste(full, flat[m.offset : m.offset + m.numel].reshape(m.shape), m.sharding, mesh, coords)
-            whole[m.path] = full
     return whole
 
 
 def gather_fixed(fixed: Mapping[str, Tensor], shardings: Mapping[str, Sharding], mesh: Mesh, comm: Comm) -> dict[str, Tensor]:
     """Whole tensors of the parameters that no bucket holds, on every rank's CPU. Collective."""
-    ranks = comm.exchange({path: t.cpu() for path, t in fixed.items()}, site="gather")
-    whole = {}
-    for path, piece in fixed.items():
-        full = torch.zeros(shardings[path].shape, dtype=piece.dtype)
-        for rank in range(mesh.size):
-            paste(full, ranks[rank][path], shardings[path], mesh, mesh.coords(rank))
-        whole[path] = full
+    ranks = comm.exchange({path: (t.cpu(), shardings[path]) for path, t in fixed.items()}, site="gather")
+    whole: dict[str, Tensor] = {}
+    for rank, held in enumerate(ranks):
+        for path, (piece, sharding) in held.items():
+            full = whole.setdefault(path, torch.zeros(sharding.shape, dtype=piece.dtype))
+            paste(full, piece, sharding, mesh, mesh.coords(rank))
     return whole

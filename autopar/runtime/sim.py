@@ -53,6 +53,8 @@ class SimWorld:
         self._finished = [False] * mesh.size
         self._slots: dict[tuple[Any, int], _Slot] = {}
         self._counts: dict[tuple[Any, int], int] = {}
+        self.mail: dict[tuple[int, int, str], list[tuple[str, Tensor]]] = {}
+        self.read: dict[tuple[int, int, str], int] = {}
 
     def positions(self) -> str:
         """Every rank's position, a line each."""
@@ -169,6 +171,40 @@ class SimComm(Comm):
         def finish() -> list[Any]:
             self._world.block(self.rank, text, lambda: slot.full)
             return [pickle.loads(slot.parts[rank]) for rank in everyone]
+
+        return finish
+
+    def _begin_send(self, x: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        self._world._check()
+        sent = x.clone()
+        self._world.mail.setdefault((self.rank, peer, channel), []).append((site, sent))
+
+        def finish() -> Tensor:
+            if not torch.equal(bits(x), bits(sent)):
+                raise CommError(f"send ({channel}) at {site}: the tensor was modified between start and wait", where=site)
+            return x
+
+        return finish
+
+    def _begin_receive(self, out: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
+        self._world._check()
+        key = (peer, self.rank, channel)
+        place = self._world.read.get(key, 0)
+        self._world.read[key] = place + 1
+        box = self._world.mail.setdefault(key, [])
+        if out.is_floating_point():
+            out.fill_(float("nan"))
+
+        def finish() -> Tensor:
+            self._world.block(self.rank, f"receive ({channel}) from rank {peer} at {site}", lambda: len(box) > place)
+            theirs, x = box[place]
+            if theirs != site or x.shape != out.shape or x.dtype != out.dtype:
+                raise CommError(
+                    f"rank {peer} sent {theirs} in place {place} of its channel {channel!r} to rank {self.rank}, which expects {site}",
+                    why=f"{x.dtype}{list(x.shape)} was sent, {out.dtype}{list(out.shape)} is expected", where=site,
+                )  # fmt: skip
+            box[place] = (theirs, x.new_empty(0))
+            return out.copy_(x)
 
         return finish
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import agree
+from autopar import step as step_module
 from autopar.api import make_options
 from autopar.errors import AutoparError, CaptureError, InputError, LayoutError, PlanError, RuleError, UnsupportedError
 from autopar.layout.mesh import Mesh
@@ -274,7 +274,7 @@ def test_versions_that_differ(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
             return str, (f"2.13.{len(calls)}{calls.append(0) or ''}",)
 
     if what == "autopar":
-        monkeypatch.setattr(agree, "code_digest", digest)
+        monkeypatch.setattr(step_module, "code_digest", digest)
     else:
         monkeypatch.setattr(torch, "__version__", Version("2.13"))
     error = each("dp=2", on(-1, lambda rows: rows), good=None)

@@ -1,0 +1,182 @@
+"""A stage's program as one readable module: a function for every task, and the segments that they share.
+
+A task takes the values that it reads and gives those that others read; who keeps them, for how long, and who gets them is the executor's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from autopar.codegen.emit import Emitter, delete
+from autopar.codegen.memory import overwritten
+from autopar.codegen.render import bracket
+from autopar.ir.program import Node, Output, Region
+from autopar.ir.stage import StageProgram, find_weight, tasks_of
+from autopar.runtime.stage import Message, StageSpec, Task
+
+#: names of the functions.
+FUNCTIONS = {"pre": "before", "F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights", "post": "after"}
+_TOLD = {
+    "pre": "What a step needs once, before its microbatches.",
+    "F": "The forward of one microbatch.",
+    "B": "The backward of one microbatch.",
+    "I": "Of a microbatch's backward what earlier stages wait for.",
+    "W": "The rest of a microbatch's backward.",
+    "post": "What a step makes once, after its microbatches.",
+}
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """An emitted module of a stage: ``source`` defines ``constants(comm, consts)``, the segments and the tasks of ``spec``."""
+
+    source: str
+    spec: StageSpec
+    segments: int
+    calls: int
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The paths of the model's outputs."""
+        return tuple(path for path, _ in self.spec.outputs)
+
+
+@dataclass
+class _Body:
+    """A task as lines: what it reads of others, the constants among it, and what it makes for others, in order."""
+
+    lines: list[str]
+    reads: tuple[str, ...]
+    constants: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+def emit_stage(program: StageProgram, *, split: bool, title: str = "", tensor_sites: bool = False) -> StageModule:
+    """The module of a stage. ``split``: its backward comes as two tasks, I and W."""
+    return _StageEmitter(program, title, tensor_sites, split=split).emit()
+
+
+@dataclass
+class _StageEmitter(Emitter):
+    split: bool = False
+
+    def emit(self) -> StageModule:
+        p = self.program
+        assert isinstance(p, StageProgram)
+        self.buckets = {i.name for i in p.inputs_of("bucket")}
+        packs = {n.where.module: n.name for n in p.nodes if n.op == "autopar.pack"}
+        self.flats = [packs[b.name] for b in p.buckets if b.name in packs]
+        fixed = sorted(self.constant_nodes())
+        main = [n for k, n in enumerate(p.nodes) if k not in set(fixed)]
+        self.uses = Counter(r for n in main for r in n.refs())
+        tasks = self.tasks(p, main)
+        unchanging = [o for k in fixed for o in p.nodes[k].outs if o] + [i.name for i in p.inputs if i.kind in ("const", "tangent")]
+        bodies = {kind: self.task(nodes, tasks, set(unchanging)) for kind, nodes in tasks.items()}
+        used = {v for b in bodies.values() for v in b.constants} | {o.value for o in p.outputs}
+        shared = [v for v in unchanging if v in used]
+        specs = self.specs(bodies)
+        lines = self.header() + self.constants([p.nodes[k] for k in fixed], shared)
+        lines += [line for text in self.texts for line in [*text, "", ""]]
+        for kind, body in bodies.items():
+            lines += [*self.function(kind, body, shared), "", ""]
+        while not lines[-1]:
+            lines.pop()
+        return StageModule("\n".join(lines) + "\n", self.spec(p, specs, main, shared), len(self.texts), self.calls)
+
+    def tasks(self, p: StageProgram, main: list[Node]) -> dict[str, list[Node]]:
+        """Nodes by task, in order; a total takes its share right after that was made."""
+        running = tasks_of(p, find_weight(p) if self.split else frozenset())
+        shares: dict[str, list[Node]] = {}
+        made = {o for n in main for o in n.outs if o}
+        for node in main:
+            if node.op == "autopar.accumulate":
+                shares.setdefault(node.refs()[0], []).append(node)
+        out: dict[str, list[Node]] = {k: [] for k in (("pre", "F", "I", "W", "post") if self.split else ("pre", "F", "B", "post"))}
+        for node in main:
+            if node.op == "autopar.accumulate" and node.refs()[0] in made:
+                continue
+            task = running[node.name]
+            kind = task if task in out else "B"
+            out[kind].append(node)
+            for value in node.outs:
+                out[kind] += shares.get(value, ()) if value else ()
+        return out
+
+    def find_born(self, nodes: list[Node]) -> None:
+        """No gradient of a microbatch is made in its bucket, which holds sums."""
+
+    def indent(self, region: Region) -> int:
+        return 4
+
+    def task(self, nodes: list[Node], tasks: dict[str, list[Node]], unchanging: set[str]) -> _Body:
+        """The body of the function of these nodes, which are one of the tasks."""
+        p = self.program
+        inside = [o for n in nodes for o in n.outs if o]
+        elsewhere = {r for others in tasks.values() if others is not nodes for n in others for r in n.refs()}
+        leaving = elsewhere | {o.value for o in p.outputs} | {n.name for n in nodes if n.op == "autopar.accumulate"}
+        makes = tuple(v for v in dict.fromkeys(inside) if v in leaving)
+        self.statements = []
+        if not self.tensor_sites:
+            self.over = overwritten(replace(p, outputs=tuple(Output(v, "sent", "") for v in makes)), nodes)
+        self.region("body", nodes, set(makes))
+        reads: dict[str, None] = {}
+        defined: set[str] = set()
+        last: dict[str, int] = {}
+        for n, s in enumerate(self.statements):
+            # a total is made from itself
+            for v in (*s.reads, *(s.defines if s.starts == "accumulate" else ())):
+                if v not in defined:
+                    reads[v] = None
+            defined.update(s.defines)
+            last.update(dict.fromkeys((*s.reads, *s.defines), n))
+        lines: list[str] = []
+        for n, s in enumerate(self.statements):
+            lines += s.lines
+            gone = [v for v, at in last.items() if at == n and v not in makes and v not in unchanging and v != "key"]
+            if gone and n < len(self.statements) - 1:
+                lines += delete(gone, 4)
+        read = tuple(v for v in reads if v not in unchanging and v != "key")
+        return _Body(lines, read, tuple(v for v in reads if v in unchanging), makes)
+
+    def function(self, kind: str, body: _Body, shared: list[str]) -> list[str]:
+        lines = [f"def {FUNCTIONS[kind]}(comm, given, constants, key, mb):", f'    """{_TOLD[kind]}"""']
+        if any("c[" in line for line in body.lines):
+            lines.append("    c = comm.coords")
+        if body.reads:
+            lines += bracket("(", list(body.reads), 4)
+            lines[-1] += " = given"
+            lines.append("    given.clear()")
+        lines += [f"    {v} = constants[{shared.index(v)}]" for v in body.constants]
+        return [*lines, *body.lines, *(bracket("return (", list(body.makes), 4) if body.makes else ["    return ()"])]
+
+    def specs(self, bodies: dict[str, _Body]) -> dict[str, Task]:
+        kept = {o.value for o in self.program.outputs if o.kind != "sent"}
+        last = {v: kind for kind, body in bodies.items() for v in body.reads if v not in kept}
+        return {
+            kind: Task(FUNCTIONS[kind], body.reads, frozenset(v for v in body.reads if last.get(v) == kind), body.makes)
+            for kind, body in bodies.items()
+        }
+
+    def spec(self, p: StageProgram, tasks: dict[str, Task], main: list[Node], shared: list[str]) -> StageSpec:
+        inputs = []
+        for i in p.inputs:
+            if i.kind == "bucket":
+                gathered = self.gathers.get(i.name)
+                inputs.append((gathered, "gather", i.path) if gathered else (i.name, "bucket", i.path))
+            elif i.kind in ("param", "buffer", "batch"):
+                inputs.append((i.name, i.kind, i.path))
+        inputs += [(n.name, "flat", n.where.module) for n in main if n.op == "autopar.pack"]
+        per_turn = {o for kind, t in tasks.items() if kind not in ("pre", "post") for o in t.makes}
+        totals = tuple(n.name for n in main if n.op == "autopar.accumulate")
+        came = {c.value for c in p.crossings if c.target == p.stage and c.made in ("F", "I", "W")}
+        messages = tuple(
+            Message(c.value, c.source, c.made, c.target, c.wanted, p.types[c.value].dtype, p.types[c.value].shape) for c in p.crossings
+        )
+        return StageSpec(
+            p.stage, tasks, tuple(inputs), totals, frozenset((per_turn | came) - set(totals)), messages,
+            tuple(i.path for i in p.inputs_of("const")), tuple(shared), next((o.value for o in p.outputs_of("loss")), None),
+            tuple((o.path, o.value) for o in p.outputs_of("bucket")), tuple((o.path, o.value) for o in p.outputs_of("buffer")),
+            tuple((o.path, o.value) for o in p.outputs_of("output")),
+            tuple(dict.fromkeys(n.args[1] for n in main if n.op.startswith("comm."))),
+        )  # fmt: skip
