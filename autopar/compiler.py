@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from autopar.codegen.emit import Module, emit
 from autopar.codegen.stages import StageModule
 from autopar.cost.device import GENERIC, Device
-from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
@@ -27,11 +26,11 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
 from autopar.passes.unsort import unsort
+from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
 from autopar.progress import Progress
-from autopar.pipelined import Staged, cut_pipeline
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
 from autopar.runtime.executor import Spec
@@ -157,8 +156,10 @@ def compile_program(
     held = (plan.parameters if like is None else {p: str(s) for p, s in _shardings(like).items()}) or {}
     key: Key | None = None
     if cache is not None:
-        further = {"groups": sorted((groups or {}).items()), "title": title, "buckets": like.spec.buckets if like is not None else None}
-        further |= {"pipeline": (whole.axes, coordinate)}
+        further = {
+            "groups": sorted((groups or {}).items()), "title": title, "buckets": like.spec.buckets if like is not None else None,
+            "stages": (whole.axes, coordinate),
+        }  # fmt: skip
         key = cache.key(lambda: key_of(split, rules, mesh, plan, batch_dims, device, held, further))
         kept = cache.find(key, split, atoms, mesh)
         if kept is not None and (made := cache.tried(key, kept, realize, lambda made: made.module.source)) is not None:

@@ -85,15 +85,19 @@ def cut_pipeline(
         cuts = choose_cuts(split, atoms, rules, stage_count(name, ranks), device)
     stages = len(cuts) + 1
     if stages % ranks:
-        raise PlanError(f"{stages} stages on pp={ranks}: every rank holds as many", hint=f"a multiple of {ranks} stages: cuts= with one less")
-    schedule = like.schedule if like is not None and like.schedule.microbatches == microbatches else build(name, stages, microbatches, ranks)
+        raise PlanError(
+            f"{stages} stages on pp={ranks}: every rank holds as many", hint=f"a multiple of {ranks} stages: cuts= with one less"
+        )
+    schedule = (
+        like.schedule if like is not None and like.schedule.microbatches == microbatches else build(name, stages, microbatches, ranks)
+    )
     programs = cut_stages(local, cut_points(local, cuts), like.homes if like is not None else None)
     edges = tuple(dict.fromkeys(Edge(c.source, c.made, c.target, c.wanted) for p in programs for c in p.crossings if c.target == p.stage))
     validate(schedule, edges)
     instructions = lower(schedule, edges)[coordinate]
     if not trained:
         instructions = tuple(i for i in instructions if getattr(i, "kind", "") not in ("B", "I", "W"))
-    separate = any(a.kind == "I" for row in schedule.ranks for a in row)
+    kinds = {a.kind for a in schedule} - {"F"}
     finals: dict[int, StageProgram] = {}
     modules: dict[int, StageModule] = {}
     buckets: list[Bucket] = []
@@ -108,7 +112,7 @@ def cut_pipeline(
         check_local(final)
         check_buckets(final, program)
         progress.at("emit")
-        modules[s] = emit_stage(final, split=separate, title=f"{title} Stage {s} of {stages}.")
+        modules[s] = emit_stage(final, kinds=kinds, title=f"{title} Stage {s} of {stages}.")
         finals[s] = final
         buckets += made
     homes = {m.path: s for s, p in enumerate(programs) for m in p.inputs_of("param") if m.path in {o.path for o in p.outputs_of("grad")}}
@@ -133,7 +137,9 @@ def _spec(
     buckets: tuple[Bucket, ...], zero: int, microbatches: int,
 ) -> Spec:  # fmt: skip
     def table(kind: str) -> dict[str, tuple[torch.dtype, Sharding]]:
-        return {i.path: (programs[s].types[i.name].dtype, programs[s].shardings[i.name]) for s, p in finals.items() for i in p.inputs_of(kind)}
+        return {
+            i.path: (programs[s].types[i.name].dtype, programs[s].shardings[i.name]) for s, p in finals.items() for i in p.inputs_of(kind)
+        }
 
     specs = [m.spec for m in modules.values()]
 

@@ -646,11 +646,14 @@ class Step:
 
         if compiled.pipeline is not None:
             staged = compiled.pipeline
-            separate = any("I" in m.spec.tasks for m in staged.modules.values())
-            modules = {s: emit_stage(p, split=separate, tensor_sites=True) for s, p in staged.programs.items()} if inductor else staged.modules
+            modules = dict(staged.modules)
+            if inductor:
+                modules = {s: emit_stage(staged.programs[s], kinds=m.spec.tasks, tensor_sites=True) for s, m in modules.items()}
             parts = {s: (m.source, m.spec, staged.programs[s].consts) for s, m in modules.items()}
             paths = [i.path for i in compiled.program.inputs_of("batch")]
-            return Pipeline(parts, staged.schedule.placement, staged.instructions, compiled.spec, paths, self._comm, compile_segment=segment)
+            return Pipeline(
+                parts, staged.schedule.placement, staged.instructions, compiled.spec, paths, self._comm, compile_segment=segment
+            )
         source = emit(compiled.final, "", tensor_sites=True).source if inductor else compiled.module.source
         return Executable(source, compiled.spec, self._comm, compiled.final.consts, compile_segment=segment)
 

@@ -43,9 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "deal": {"runtime"},
     "sources": set(),
     "programs": {"_torch", "capture", "rules", "cost", "plan", "passes", "compiler", "progress"},
-    "step": {
-        "_torch", "agree", "deal", "programs", "progress", "capture", "passes", "plan", "codegen", "runtime", "compiler", "inspect", "sources",
-    },
+    "step": {"_torch", "agree", "deal", "programs", "progress", "capture", "passes", "plan", "codegen", "runtime", "compiler", "inspect"}
+    | {"sources"},
     "api": {"*"},
     "cli": {"*"},
     "modelfile": {"*"},

@@ -6,7 +6,9 @@ A task takes the values that it reads and gives those that others read; who keep
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from autopar.codegen.emit import Emitter, delete
 from autopar.codegen.memory import overwritten
@@ -14,6 +16,8 @@ from autopar.codegen.render import bracket
 from autopar.ir.program import Node, Output, Region
 from autopar.ir.stage import StageProgram, find_weight, tasks_of
 from autopar.runtime.stage import Message, StageSpec, Task
+
+T = TypeVar("T")
 
 #: names of the functions.
 FUNCTIONS = {"pre": "before", "F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights", "post": "after"}
@@ -42,6 +46,12 @@ class StageModule:
         return tuple(path for path, _ in self.spec.outputs)
 
 
+def beside(kind: str, tasks: dict[str, T]) -> dict[str, T]:
+    """The other tasks of a microbatch or step in which one runs: its backward is B, or I and W."""
+    apart = {"B": "IW", "I": "B", "W": "B"}.get(kind, "")
+    return {k: task for k, task in tasks.items() if k != kind and k not in apart}
+
+
 @dataclass
 class _Body:
     """A task as lines: what it reads of others, the constants among it, and what it makes for others, in order."""
@@ -52,14 +62,14 @@ class _Body:
     makes: tuple[str, ...]
 
 
-def emit_stage(program: StageProgram, *, split: bool, title: str = "", tensor_sites: bool = False) -> StageModule:
-    """The module of a stage. ``split``: its backward comes as two tasks, I and W."""
-    return _StageEmitter(program, title, tensor_sites, split=split).emit()
+def emit_stage(program: StageProgram, *, kinds: Container[str] = "B", title: str = "", tensor_sites: bool = False) -> StageModule:
+    """The module of a stage. ``kinds``: the tasks that its backward comes as, B as a whole, I and W apart, or all three."""
+    return _StageEmitter(program, title, tensor_sites, kinds=kinds).emit()
 
 
 @dataclass
 class _StageEmitter(Emitter):
-    split: bool = False
+    kinds: Container[str] = "B"
 
     def emit(self) -> StageModule:
         p = self.program
@@ -72,7 +82,7 @@ class _StageEmitter(Emitter):
         self.uses = Counter(r for n in main for r in n.refs())
         tasks = self.tasks(p, main)
         unchanging = [o for k in fixed for o in p.nodes[k].outs if o] + [i.name for i in p.inputs if i.kind in ("const", "tangent")]
-        bodies = {kind: self.task(nodes, tasks, set(unchanging)) for kind, nodes in tasks.items()}
+        bodies = {kind: self.task(nodes, beside(kind, tasks), set(unchanging)) for kind, nodes in tasks.items()}
         used = {v for b in bodies.values() for v in b.constants} | {o.value for o in p.outputs}
         shared = [v for v in unchanging if v in used]
         specs = self.specs(bodies)
@@ -86,21 +96,21 @@ class _StageEmitter(Emitter):
 
     def tasks(self, p: StageProgram, main: list[Node]) -> dict[str, list[Node]]:
         """Nodes by task, in order; a total takes its share right after that was made."""
-        running = tasks_of(p, find_weight(p) if self.split else frozenset())
+        running = tasks_of(p, find_weight(p))
         shares: dict[str, list[Node]] = {}
         made = {o for n in main for o in n.outs if o}
         for node in main:
             if node.op == "autopar.accumulate":
                 shares.setdefault(node.refs()[0], []).append(node)
-        out: dict[str, list[Node]] = {k: [] for k in (("pre", "F", "I", "W", "post") if self.split else ("pre", "F", "B", "post"))}
+        out: dict[str, list[Node]] = {k: [] for k in ("pre", "F", "B", "I", "W", "post") if k not in "BIW" or k in self.kinds}
         for node in main:
             if node.op == "autopar.accumulate" and node.refs()[0] in made:
                 continue
             task = running[node.name]
-            kind = task if task in out else "B"
-            out[kind].append(node)
-            for value in node.outs:
-                out[kind] += shares.get(value, ()) if value else ()
+            for kind in {task, "B" if task in ("I", "W") else task} & out.keys():
+                out[kind].append(node)
+                for value in node.outs:
+                    out[kind] += shares.get(value, ()) if value else ()
         return out
 
     def find_born(self, nodes: list[Node]) -> None:
@@ -109,11 +119,11 @@ class _StageEmitter(Emitter):
     def indent(self, region: Region) -> int:
         return 4
 
-    def task(self, nodes: list[Node], tasks: dict[str, list[Node]], unchanging: set[str]) -> _Body:
-        """The body of the function of these nodes, which are one of the tasks."""
+    def task(self, nodes: list[Node], others: dict[str, list[Node]], unchanging: set[str]) -> _Body:
+        """The body of the function of a task's nodes, beside the tasks that run in the same step."""
         p = self.program
         inside = [o for n in nodes for o in n.outs if o]
-        elsewhere = {r for others in tasks.values() if others is not nodes for n in others for r in n.refs()}
+        elsewhere = {r for theirs in others.values() for n in theirs for r in n.refs()}
         leaving = elsewhere | {o.value for o in p.outputs} | {n.name for n in nodes if n.op == "autopar.accumulate"}
         makes = tuple(v for v in dict.fromkeys(inside) if v in leaving)
         self.statements = []
@@ -152,11 +162,13 @@ class _StageEmitter(Emitter):
 
     def specs(self, bodies: dict[str, _Body]) -> dict[str, Task]:
         kept = {o.value for o in self.program.outputs if o.kind != "sent"}
-        last = {v: kind for kind, body in bodies.items() for v in body.reads if v not in kept}
-        return {
-            kind: Task(FUNCTIONS[kind], body.reads, frozenset(v for v in body.reads if last.get(v) == kind), body.makes)
-            for kind, body in bodies.items()
-        }
+        order = list(bodies)
+
+        def frees(kind: str, body: _Body) -> frozenset[str]:
+            later = {v for k, b in beside(kind, bodies).items() if order.index(k) > order.index(kind) for v in b.reads}
+            return frozenset(v for v in body.reads if v not in later and v not in kept)
+
+        return {kind: Task(FUNCTIONS[kind], body.reads, frees(kind, body), body.makes) for kind, body in bodies.items()}
 
     def spec(self, p: StageProgram, tasks: dict[str, Task], main: list[Node], shared: list[str]) -> StageSpec:
         inputs = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.capture import find_loss
 from autopar.capture.tree import take_batch
-from autopar.errors import InputError
+from autopar.errors import InputError, UnsupportedError
 from autopar.runtime.comm import Record
 from autopar.runtime.executor import Executable
 from autopar.step import Step
@@ -263,7 +263,10 @@ def bench_step(
     seconds: list[float] = []
     float(step(rows))  # compiles
     found = Bench(str(step.mesh), step.mesh.size, torch.get_num_threads(), plain_threads, backend)
-    clock = SegmentClock(step.executable())
+    run = step.executable()
+    if not isinstance(run, Executable):
+        raise UnsupportedError("the segments of stages can't be timed one by one yet", hint="step.metrics, or a mesh without pp")
+    clock = SegmentClock(run)
     hooks = [
         step.optimizer.register_step_pre_hook(lambda *_: seconds.append(-time.perf_counter())),
         step.optimizer.register_step_post_hook(lambda *_: seconds.append(time.perf_counter())),

@@ -21,6 +21,7 @@ from autopar.ir.local import LocalProgram
 from autopar.ir.program import Input, Node, Output, Program, Ref, fresh_name
 from autopar.ir.stage import TASKS, Crossing, StageProgram, tasks_of
 
+
 @dataclass(frozen=True)
 class Points:
     """Where all stages but the first begin: positions among the forward nodes, and autograd's numbers there (none without gradients)."""
@@ -205,7 +206,9 @@ class _Cutter:
         first: dict[str, str] = {}  # value that comes from elsewhere -> the first task that reads it
         own: set[str] = set()
         left: list[tuple[str, str]] = [(o.value, "post") for o in outputs]
-        left += [(r, self.running[n.name]) for n in program.nodes if n.name not in self.free and self.stage[n.name] == stage for r in n.refs()]
+        left += [
+            (r, self.running[n.name]) for n in program.nodes if n.name not in self.free and self.stage[n.name] == stage for r in n.refs()
+        ]
         seen: set[tuple[str, str]] = set()
         while left:
             value, task = left.pop()

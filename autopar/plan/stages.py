@@ -107,4 +107,3 @@ def split(seconds: Sequence[float], crossing: Sequence[float], parts: int) -> li
         at = best[part][at][2]
         found.append(at)
     return found[::-1]
-

@@ -286,16 +286,13 @@ class Comm(ABC):
         """Returns when every rank of the mesh has called it."""
         self.exchange(None, site=site or "barrier")
 
-    def prepare(self, axes_list: Iterable[Sequence[str]]) -> None:
-        """Makes ready every group over each of these tuples of axes; all ranks call it with the same list.
+    def prepare(self, axes_list: Iterable[Sequence[str]], channels: bool = False) -> None:
+        """Makes ready every group over each of these tuples of axes, and the channels between stages; all ranks ask for the same.
 
         Without it a backend that needs a process group for each makes it at its first use, which blocks until its ranks have come there.
         """
         for axes in axes_list:
             self.group(axes)
-
-    def prepare_channels(self) -> None:
-        """Makes what messages between stages need. Collective over the mesh."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -468,8 +465,9 @@ class DistComm(Comm):
     On gloo every collective is made of direct messages, receives posted before sends: measured on loopback this is 2 to 5 times faster than
     gloo's own reduce-scatter and all-gather and as fast as its all-reduce and all-to-all, moves no more than the needed bytes, and sums in
     group order. The messages of all axes share one process group, and control exchanges another, both made here so that two comms never
-    mix theirs: tags tell the groups' collectives apart, and pairs of ranks that differ along different axes have different sockets anyway. Other backends use their own
-    asynchronous collectives, in a process group for each set of ranks. A mesh of one rank needs no process group at all.
+    mix theirs: tags tell the groups' collectives apart, and pairs of ranks that differ along different axes have different sockets
+    anyway. Other backends use their own asynchronous collectives, in a process group for each set of ranks. A mesh of one rank needs no
+    process group at all.
 
     Making, preparing and closing a comm are done by all ranks in the same order.
 
@@ -533,14 +531,16 @@ class DistComm(Comm):
             # a small message would wait behind all the data that is under way on the same socket
             self._control = self._make_process_group(self._everyone.key, together=self._is_world)
 
-    def prepare(self, axes_list: Iterable[Sequence[str]]) -> None:
+    def prepare(self, axes_list: Iterable[Sequence[str]], channels: bool = False) -> None:
         wanted = [tuple(axes) for axes in axes_list]
-        super().prepare(wanted)
+        super().prepare(wanted, channels)
         for rank, other in enumerate(self.exchange(wanted, site="prepare")):
             if other != wanted:
                 raise CommError(f"ranks prepare different groups: rank {self.rank} {wanted}, rank {rank} {other}")
         if self._direct:
             return
+        for channel in CHANNELS if channels and self.mesh.size > 1 and not self._channels else ():
+            self._channels[channel] = self._make_process_group(self._everyone.key, together=self._is_world)
         for axes in wanted:
             for ranks in self.mesh.groups(axes):
                 key = tuple(sorted(ranks))
@@ -779,14 +779,8 @@ class DistComm(Comm):
         """Backends that run messages of one group one after the other get a group for each channel."""
         found = self._channels.get(channel)
         if found is None:
-            raise CommError(f"channel {channel!r} was not prepared", hint="comm.prepare_channels() on all ranks")
+            raise CommError(f"channel {channel!r} was not prepared", hint="comm.prepare(axes, channels=True) on all ranks")
         return found
-
-    def prepare_channels(self) -> None:
-        super().prepare_channels()
-        if not self._direct and self.mesh.size > 1 and not self._channels:
-            for channel in CHANNELS:
-                self._channels[channel] = self._make_process_group(self._everyone.key, together=self._is_world)
 
     # -- from direct messages
 

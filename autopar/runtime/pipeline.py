@@ -105,8 +105,7 @@ class Pipeline:
         #: the buckets that the stages take as gathers under way, in the order in which they wait for them
         self.gathers = [index[name] for name in spec.gathers]
         everyone = comm.exchange(spec.axes, site="axes")
-        comm.prepare(sorted({axes for theirs in everyone for axes in theirs}))
-        comm.prepare_channels()
+        comm.prepare(sorted({axes for theirs in everyone for axes in theirs}), channels=True)
         self.spans: list[Span] = []
         self.peak: dict[int, int] = {}
 
@@ -272,4 +271,3 @@ class _Run:
 def _same(task: str, kind: str) -> bool:
     """Whether a task of an edge is run by an action; a whole backward runs I and W."""
     return task == kind or kind == "B" and task in ("I", "W")
-

@@ -1,4 +1,4 @@
-"""What an emitted module of a stage doesn't say of itself: the tasks it has, what each reads and makes, and what crosses to other stages."""
+"""What an emitted module of a stage doesn't say of itself: its tasks, what each reads and makes, and what crosses to other stages."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Any:
         (["train", GPT, "--steps", "many"], "--steps: 'many' is not a whole number"),
         (["train", GPT, "--lr", "-1"], "'-1' is not a positive number"),
         (["train", GPT, "--mesh", "dp2"], "'dp2' is not well formed"),
-        (["train", GPT, "--mesh", "dp=2,pp=2"], "pp=2 is not supported yet"),
+        (["train", GPT, "--mesh", "dp=2,cp=2"], "cp=2 is not supported yet"),
         (["train", GPT, "--data", "/nowhere"], "'/nowhere' is not a folder"),
         (["train", VIT, "--data", "text"], "ViT does not take text"),
         (["train", GPT, "--out", "/dev/null/x"], "'/dev/null/x' can't be written"),
