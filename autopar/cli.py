@@ -101,16 +101,17 @@ def _inspect(a: argparse.Namespace) -> int:
         raise UnsupportedError(
             "autopar inspect --html: report pages are not supported yet", hint="leave --html out: the tables have it all"
         )
-    if a.stage != 0:
-        raise InputError(f"there is no stage {a.stage}", why="without a pipeline there is one stage, 0")
-    inspection = _inspection(a)
+    inspection = _inspection(a, a.stage)
     phase = None if a.graph in (None, "all") else a.graph
     if a.json:
-        extra = {**({"graph": inspection.graph(phase)} if a.graph else {}), **({"source": inspection.source()} if a.source else {})}
+        extra = {
+            **({"graph": inspection.graph(phase, a.stage)} if a.graph else {}),
+            **({"source": inspection.source(a.stage)} if a.source else {}),
+        }
         print(json.dumps({**inspection.to_json(), **extra}))
         return DONE
-    parts = [inspection.graph(phase)] if a.graph else []
-    parts += [inspection.source()] if a.source else []
+    parts = [inspection.graph(phase, a.stage)] if a.graph else []
+    parts += [inspection.source(a.stage)] if a.source else []
     print("\n\n".join(parts or [inspection.table()]))
     return DONE
 
@@ -290,7 +291,7 @@ def _overrides(a: argparse.Namespace) -> dict[str, Any]:
     return parse_overrides(a.set)
 
 
-def _inspection(a: argparse.Namespace) -> Any:
+def _inspection(a: argparse.Namespace, stage: int = 0) -> Any:
     from functools import partial
 
     from autopar.api import check_mesh, make_options
@@ -301,7 +302,7 @@ def _inspection(a: argparse.Namespace) -> Any:
     check_mesh(mesh)
     file = _file(a)
     options = make_options(file.loss, partial(OPTIMIZERS[a.optimizer], lr=1e-3), plan, a.precision, 0, "check", None, a.seed, a.backend, ())
-    return inspect_model(file.build(a.seed, meta=True), mesh, file.batch(_batch(a, mesh, plan, 4), a.seed), options, sys.stderr)
+    return inspect_model(file.build(a.seed, meta=True), mesh, file.batch(_batch(a, mesh, plan, 4), a.seed), options, sys.stderr, stage)
 
 
 def _mesh_and_plan(a: argparse.Namespace) -> tuple[Mesh, Plan]:

@@ -11,6 +11,7 @@ import torch
 from autopar.codegen.emit import Module, emit
 from autopar.codegen.stages import StageModule
 from autopar.cost.device import GENERIC, Device
+from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
@@ -71,6 +72,22 @@ class Compiled:
     def finals(self) -> tuple[LocalProgram, ...]:
         """What this rank runs: one program, or those of its stages."""
         return (self.final,) if self.pipeline is None else tuple(self.pipeline.programs.values())
+
+    def stage(self, number: int) -> tuple[LocalProgram, Module | StageModule]:
+        """The program of a stage and its module. Raises InputError where this rank doesn't run it."""
+        if self.pipeline is None:
+            if number != 0:
+                raise InputError(f"there is no stage {number}", why="without a pipeline there is one stage, 0")
+            return self.final, self.module
+        staged, count = self.pipeline, self.pipeline.schedule.stages
+        if not 0 <= number < count:
+            raise InputError(f"there is no stage {number}", why=f"there are {count} stages, from 0")
+        if number not in staged.programs:
+            raise InputError(
+                f"stage {number} isn't on this rank", why=f"ranks with pp={staged.schedule.placement[number]} compile and run it",
+                hint=f"ask there; here are {', '.join(map(str, staged.programs))}",
+            )  # fmt: skip
+        return staged.programs[number], staged.modules[number]
 
 
 def compile_program(

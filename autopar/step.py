@@ -370,16 +370,14 @@ class Step:
 
     def graph(self, stage: int = 0, phase: str | None = None) -> str:
         """The rewritten graph as text; ``phase`` forward or backward shows one."""
-        self._one_stage(stage)
-        final = self._need_compiled().final
+        final, _ = self._need_compiled().stage(stage)
         if phase is not None:
             final = replace(final, nodes=tuple(n for n in final.nodes if n.phase == phase))
         return show_program(final)
 
     def source(self, stage: int = 0) -> str:
         """The generated module."""
-        self._one_stage(stage)
-        return self._need_compiled().module.source
+        return self._need_compiled().stage(stage)[1].source
 
     def save_source(self, folder: str | Path) -> Path:
         """Writes the generated module and what it needs to run without the compiler (``autopar.runtime.executor.load``)."""
@@ -440,10 +438,6 @@ class Step:
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("this step is closed")
-
-    def _one_stage(self, stage: int) -> None:
-        if stage != 0:
-            raise InputError(f"there is no stage {stage}", why="without a pipeline there is one stage, 0")
 
     def _need(self) -> State:
         if self._state is None:

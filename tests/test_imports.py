@@ -31,7 +31,22 @@ ALLOWED: dict[str, set[str]] = {
     # reports: everything but the surface
     # says on a stream what takes long
     "progress": set(),
-    "inspect": {"_torch", "capture", "rules", "cost", "plan", "passes", "codegen", "runtime", "compiler", "programs", "progress", "step"},
+    "inspect": {
+        "_torch",
+        "pipelined",
+        "schedule",
+        "capture",
+        "rules",
+        "cost",
+        "plan",
+        "passes",
+        "codegen",
+        "runtime",
+        "compiler",
+        "programs",
+        "progress",
+        "step",
+    },
     # the order of the passes on one screen
     "compiler": {"rules", "cost", "plan", "passes", "codegen", "progress", "pipelined", "runtime.executor"},
     "pipelined": {"rules", "cost", "plan", "passes", "codegen", "progress", "schedule", "runtime.executor"},

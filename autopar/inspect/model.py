@@ -14,7 +14,7 @@ from torch import nn
 from autopar.capture.tree import take_batch
 from autopar.compiler import Compiled
 from autopar.errors import InputError
-from autopar.inspect import tables
+from autopar.inspect import stages, tables
 from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
@@ -44,16 +44,25 @@ class Inspection:
         """Plan, parameters, collectives and memory."""
         return tables.explain(self.compiled, self.plan, self.states)
 
-    def graph(self, phase: str | None = None) -> str:
+    def graph(self, phase: str | None = None, stage: int | None = None) -> str:
         """The rewritten graph as text; ``phase`` forward or backward shows one."""
-        final = self.compiled.final
+        final = self.compiled.final if stage is None else self.compiled.stage(stage)[0]
         if phase is not None:
             final = replace(final, nodes=tuple(n for n in final.nodes if n.phase == phase))
         return show_program(final)
 
-    def source(self) -> str:
+    def source(self, stage: int | None = None) -> str:
         """The generated module."""
-        return self.compiled.module.source
+        return (self.compiled.module if stage is None else self.compiled.stage(stage)[1]).source
+
+    def _stages(self) -> dict[str, Any]:
+        if self.compiled.pipeline is None:
+            return {}
+        rows = stages.stage_rows(self.compiled.pipeline)
+        return {
+            "stages": [asdict(r) for r in rows], "crossings": [asdict(r) for r in stages.crossing_rows(self.compiled)],
+            "schedule": self.compiled.pipeline.schedule.text(),
+        }  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -70,18 +79,20 @@ class Inspection:
             "uneven": [{**asdict(r), "text": str(r)} for r in tables.uneven_rows(self.compiled, self.plan)],
             "memory": {f"zero{level}": {r.what: r.bytes[n] for r in memory} for n, level in enumerate(tables.LEVELS)},
             "segments": {"distinct": self.compiled.module.segments, "calls": self.compiled.module.calls},
+            **self._stages(),
             "compile_s": self.seconds,
             "compile_s_by_stage": dict(self.compiled.seconds),
         }
 
 
-def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options, stream: TextIO | None = None) -> Inspection:
+def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options, stream: TextIO | None = None, stage: int = 0) -> Inspection:
     """Compiles a model for a mesh as a training step would.
 
     Args:
         model: on any device, ``meta`` too.
         batch: the global batch; only its types and shapes matter.
         stream: where to say what takes long.
+        stage: of a mesh with ``pp``: what the ranks that run it compile.
     """
     begun = time.perf_counter()
     groups: dict[str, int] = {}
@@ -93,6 +104,12 @@ def inspect_model(model: nn.Module, mesh: Mesh, batch: Any, options: Options, st
     tree, tensors = take_batch(cut_rows(batch, mesh, 0, options.plan, options.batch_dim))
     progress = Progress(f"{type(model).__name__} for {str(mesh) or 'one rank'}", stream)
     compiled = compile_step(model, mesh, options, tree, tensors, groups=groups, progress=progress)
+    staged = compiled.pipeline
+    if staged is None or not 0 <= stage < staged.schedule.stages:
+        compiled.stage(stage)
+    elif stage not in staged.programs:
+        at = staged.schedule.placement[stage]
+        compiled = compile_step(model, mesh, options, tree, tensors, groups=groups, progress=progress, coordinate=at)
     return Inspection(compiled, filled_plan(options.plan, compiled), states, time.perf_counter() - begun)
 
 

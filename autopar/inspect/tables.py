@@ -10,11 +10,13 @@ from tabulate import tabulate
 
 from autopar._torch import resolve
 from autopar.compiler import Compiled
+from autopar.inspect import stages
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node
 from autopar.layout.traffic import bytes_sent
 from autopar.plan.plan import Plan
 from autopar.plan.uneven import Uneven, find_uneven
+from autopar.schedule.validate import peak_live
 
 #: ZeRO levels that are built: those of the memory table.
 LEVELS = (0, 1)
@@ -63,6 +65,8 @@ def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
     bucket_of = {m.path: b for b in compiled.spec.buckets for m in b.members}
     rows = []
     for i in local.inputs_of("param"):
+        if compiled.pipeline is not None and i.path not in bucket_of and i.path not in compiled.spec.params:
+            continue  # of another stage
         bucket = bucket_of.get(i.path)
         owners = bucket.owners(mesh) if bucket is not None and compiled.spec.zero else 1
         size = local.types[i.name].nbytes
@@ -71,9 +75,9 @@ def parameter_rows(compiled: Compiled) -> list[ParameterRow]:
     return rows
 
 
-def sent(compiled: Compiled, node: Node, rank: int = 0) -> int:
+def sent(compiled: Compiled, node: Node, rank: int = 0, program: LocalProgram | None = None) -> int:
     """Bytes that a rank hands to the transport for one run of a collective node, as predicted from the graph."""
-    kind, mesh = compiled.final.types[node.refs()[0]], compiled.spec.mesh
+    kind, mesh = (program or compiled.final).types[node.refs()[0]], compiled.spec.mesh
     axes = node.args[1]
     return bytes_sent(node.op.removeprefix("comm."), kind.numel, kind.dtype.itemsize, mesh.count(axes), mesh.index(rank, axes))
 
@@ -81,11 +85,11 @@ def sent(compiled: Compiled, node: Node, rank: int = 0) -> int:
 def collective_rows(compiled: Compiled, rank: int = 0) -> list[CollectiveRow]:
     """Every collective of a step, as ``rank`` sees it, in the order in which the program first comes to them."""
     table: dict[CollectiveRow, int] = {}
-    for node in compiled.final.nodes:
+    for program, node in ((p, n) for p in compiled.finals for n in p.nodes):
         if node.op.startswith("comm."):
-            where = node.where
+            where, size = node.where, sent(compiled, node, rank, program)
             line = f"{where.file}:{where.line}" if where.file else ""
-            row = CollectiveRow(node.op[5:], tuple(node.args[1]), node.phase, 0, sent(compiled, node, rank), where.module, line, where.code)
+            row = CollectiveRow(node.op[5:], tuple(node.args[1]), node.phase, 0, size, where.module, line, where.code)
             table[row] = table.get(row, 0) + (compiled.spec.microbatches if node.region == "body" else 1)
     return [CollectiveRow(r.kind, r.axes, r.phase, times, r.bytes, r.module, r.line, r.code) for r, times in table.items()]
 
@@ -100,10 +104,10 @@ def memory_rows(compiled: Compiled, states: float | None = None) -> list[MemoryR
     whole = sum(b.numel * b.dtype.itemsize for b in buckets)
     owned = sum(b.part(mesh) * b.dtype.itemsize for b in buckets)
     shared = sum(b.numel * b.dtype.itemsize for b in buckets if b.owners(mesh) > 1)
-    local = compiled.local
-    held = {m.path for b in buckets for m in b.members}
-    rest = sum(local.types[i.name].nbytes for i in local.inputs_of("param") if i.path not in held)
-    buffers = sum(local.types[i.name].nbytes for i in local.inputs_of("buffer"))
+    rest, buffers = (
+        sum(size for _, size in {(i.path, p.types[i.name].nbytes) for p in compiled.finals for i in p.inputs_of(kind)})
+        for kind in ("param", "buffer")
+    )
     rows = [
         MemoryRow("parameters, kept", (whole, owned)),
         MemoryRow("parameters, gathered for a step", (0, shared)),
@@ -117,9 +121,17 @@ def memory_rows(compiled: Compiled, states: float | None = None) -> list[MemoryR
         rows.append(MemoryRow("parameters without gradient", (rest, rest)))
     if buffers:
         rows.append(MemoryRow("buffers", (buffers, buffers)))
-    kept = saved_bytes(compiled.final)
+    kept = sum(saved_bytes(p) * live for p, live in zip(compiled.finals, _alive(compiled), strict=True))
     rows.append(MemoryRow("activations kept for the backward", (kept, kept)))
     return rows
+
+
+def _alive(compiled: Compiled) -> list[int]:
+    """Of how many microbatches a rank keeps activations at once, by the programs that it runs."""
+    if compiled.pipeline is None:
+        return [1]
+    live = peak_live(compiled.pipeline.schedule).stages
+    return [live[s] for s in compiled.pipeline.programs]
 
 
 def saved_bytes(program: LocalProgram) -> int:
@@ -152,7 +164,7 @@ def _is_view(node: Node) -> bool:
 def uneven_rows(compiled: Compiled, plan: Plan) -> list[Uneven]:
     """What an axis would cut but for its size, and what that costs."""
     return find_uneven(
-        compiled.split, compiled.atoms, compiled.rules, compiled.spec.mesh, compiled.layout, sequence=bool(plan.sequence),
+        compiled.split, compiled.atoms, compiled.rules, compiled.local.mesh, compiled.layout, sequence=bool(plan.sequence),
         pins=plan.shard or {}, device=compiled.device,
     )  # fmt: skip
 
@@ -208,12 +220,13 @@ def _short(code: str, most: int = 48) -> str:
 def head(compiled: Compiled, plan: Plan) -> str:
     """The plan in a few lines, and notes on what could not be had."""
     spec = compiled.spec
+    modules = [compiled.module] if compiled.pipeline is None else list(compiled.pipeline.modules.values())
     seconds = ", ".join(f"{axis} {s * 1e3:.3g} ms" for axis, s in compiled.layout.seconds.items()) or "nothing to choose"
     lines = [
         f"mesh {str(spec.mesh) or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es), "
         f"sequence {'on' if plan.sequence else 'off'}",
         f"predicted seconds of work and communication that the choice of shardings was made by: {seconds}",
-        f"segments: {compiled.module.segments} distinct, called {compiled.module.calls} times",
+        f"segments: {sum(m.segments for m in modules)} distinct, called {sum(m.calls for m in modules)} times",
     ]
     return "\n".join([*lines, *compiled.layout.notes])
 
@@ -222,6 +235,7 @@ def explain(compiled: Compiled, plan: Plan, states: float | None = None) -> str:
     """The plan and what follows from it."""
     parts = [
         head(compiled, plan),
+        *([stages.explain_stages(compiled)] if compiled.pipeline is not None else []),
         show_parameters(parameter_rows(compiled)),
         show_collectives(collective_rows(compiled)),
         show_memory(memory_rows(compiled, states), compiled.spec.zero),

@@ -12,12 +12,15 @@ from autopar.ir.program import Node, Program
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
 
+#: how much longer than it has to be the longest stage may be, for less to cross.
+SLACK = 1.05
+
 
 def choose_cuts(program: Program, atoms: Atoms, rules: Rules, stages: int, device: Device) -> tuple[str, ...]:
     """The paths of the modules that begin all stages but the first.
 
-    The time of a stage is that of its nodes, forward and backward, embedding and head counted; the longest is as short as it can be, and
-    among such cuts those whose crossing values are smaller win.
+    The time of a stage is that of its nodes, forward and backward, embedding and head counted. Of the cuts whose longest stage is not
+    much longer than it has to be, those win between which least crosses.
 
     Raises:
         PlanError: the model calls too few modules one after the other.
@@ -31,7 +34,7 @@ def choose_cuts(program: Program, atoms: Atoms, rules: Rules, stages: int, devic
         )
     places = [0, *(at for at, _ in begins)]
     seconds = block_seconds(program, atoms, rules, device, forward, places)
-    crossing = [0.0, *(crossing_bytes(program, forward, at) / device.link_bandwidth for at, _ in begins)]
+    crossing = crossing_bytes(program, forward, places)
     chosen = split(seconds, crossing, stages)
     return tuple(begins[k - 1][1] for k in chosen)
 
@@ -75,35 +78,68 @@ def _seconds(program: Program, atoms: Atoms, rules: Rules, device: Device, n: in
     return device.seconds(flops, nbytes)
 
 
-def crossing_bytes(program: Program, forward: Sequence[Node], at: int) -> float:
-    """Bytes of the values made before a forward position and read by the forward after it."""
-    before: set[str] = set()
-    read: set[str] = set()
-    for k, node in enumerate(forward):
-        if k < at:
-            before.update(o for o in node.outs if o)
-        else:
-            read.update(node.refs())
-    return float(sum(program.types[v].nbytes for v in before & read))
+def crossing_bytes(program: Program, forward: Sequence[Node], places: Sequence[int]) -> list[float]:
+    """For every place, the bytes of the values that the forward makes before it and reads after it."""
+    made = {o: k for k, node in enumerate(forward) for o in node.outs if o}
+    last = {r: k for k, node in enumerate(forward) for r in node.refs() if r in made}
+    change = [0.0] * (len(forward) + 1)
+    for value, k in last.items():
+        change[made[value] + 1] += program.types[value].nbytes
+        change[k + 1] -= program.types[value].nbytes
+    here, sums = 0.0, []
+    for step in change:
+        here += step
+        sums.append(here)
+    return [sums[at] for at in places]
 
 
 def split(seconds: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
-    """Where to begin all parts but the first of a row of blocks, so that the longest part is shortest; then the least crossing."""
-    count = len(seconds)
-    sums = [0.0]
+    """Where to begin all parts but the first of a row of blocks.
+
+    The longest part is at most ``SLACK`` times as long as it has to be, and what crosses is then least.
+    """
+    count, sums = len(seconds), [0.0]
     for s in seconds:
         sums.append(sums[-1] + s)
-    best: list[dict[int, tuple[float, float, int]]] = [{k: (sums[k], 0.0, 0) for k in range(1, count + 1)}]
-    for part in range(1, parts):
-        row: dict[int, tuple[float, float, int]] = {}
-        for end in range(part + 1, count + 1):
-            row[end] = min(
-                (max(best[-1][begin][0], sums[end] - sums[begin]), best[-1][begin][1] + crossing[begin], begin)
-                for begin in range(part, end)
-            )
-        best.append(row)
-    at, found = count, []
-    for part in range(parts - 1, 0, -1):
-        at = best[part][at][2]
-        found.append(at)
-    return found[::-1]
+
+    def solve(longest: float) -> tuple[list[int], float]:
+        """The least (crossing, longest part) with parts of at most ``longest``: where they begin, and the longest part."""
+        best: list[dict[int, tuple[float, float, int]]] = [{k: (0.0, sums[k], 0) for k in range(1, count + 1) if sums[k] <= longest}]
+        for _ in range(1, parts):
+            row: dict[int, tuple[float, float, int]] = {}
+            for begin, (crossed, worst, _) in best[-1].items():
+                for end in range(begin + 1, count + 1):
+                    length = sums[end] - sums[begin]
+                    if length > longest:
+                        break
+                    found = (crossed + crossing[begin], max(worst, length), begin)
+                    if end not in row or found < row[end]:
+                        row[end] = found
+            best.append(row)
+        if count not in best[-1]:
+            return [], math.inf
+        at, found_ = count, []
+        for part in range(parts - 1, 0, -1):
+            at = best[part][at][2]
+            found_.append(at)
+        return found_[::-1], best[-1][count][1]
+
+    # the shortest longest part: parts filled up to a limit, the limit halved between too short and long enough
+    low, high = max(max(seconds), sums[-1] / parts), sums[-1]
+    for _ in range(40):
+        middle = (low + high) / 2
+        if _parts(seconds, middle) <= parts:
+            high = middle
+        else:
+            low = middle
+    return solve(high * SLACK)[0] or solve(math.inf)[0]
+
+
+def _parts(seconds: Sequence[float], longest: float) -> int:
+    """How many parts it takes if none is longer."""
+    parts, length = 1, 0.0
+    for s in seconds:
+        if length + s > longest:
+            parts, length = parts + 1, 0.0
+        length += s
+    return parts
