@@ -88,8 +88,9 @@ class Answer(Enum):
 
 
 def compare_call(
-    comm: Comm, mine: Mapping[str, Any], rows: Sequence[int] | None, tensors: Sequence[Tensor], problem: AutoparError | None, ready: bool
-) -> Callable[[], Answer]:
+    comm: Comm, mine: Mapping[str, Any], changes: Sequence[int], rows: Sequence[int] | None, tensors: Sequence[Tensor],
+    problem: AutoparError | None, ready: bool,
+) -> Callable[[], Answer]:  # fmt: skip
     """Starts to compare a call: all ranks make the same one, on batches of one kind; ranks of one data coordinate hold the same rows.
 
     One small exchange a call: without it ranks that differ would wait for each other for ever. Only where they differ a second one tells
@@ -97,6 +98,7 @@ def compare_call(
 
     Args:
         mine: what the call is, by name.
+        changes: how often this rank's parts were written to; the same on all ranks that run the same stages.
         rows: how many rows every input of the batch has here, where data ranks may differ in it; None where they may not.
         tensors: this rank's rows.
         problem: why this rank can't take part: then nobody does.
@@ -114,24 +116,32 @@ def compare_call(
         for t in tensors:
             seen = zlib.crc32(_bytes(t), seen)
     told = hashlib.sha256(repr(mine).encode()).digest()
-    finish = comm.exchange_later((told, comm.coords.get("dp", 0), seen, problem, ready, rows), site="call")
+    finish = comm.exchange_later((told, comm.coords.get("dp", 0), seen, problem, ready, rows, tuple(changes)), site="call")
 
     def check() -> Answer:
         everyone = finish()
-        raise_first([theirs for _, _, _, theirs, _, _ in everyone], problem)
+        raise_first([theirs for _, _, _, theirs, *_ in everyone], problem)
         if any(theirs != everyone[0][0] for theirs, *_ in everyone):
             first_difference(comm.exchange(mine, site="difference"))
+        stages: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for rank, (*_, theirs) in enumerate(everyone):
+            other, known_changes = stages.setdefault(mesh.coords(rank).get("pp", 0), (rank, theirs))
+            if known_changes != theirs:
+                raise InputError(
+                    f"rank {rank} has other changes to parameters than rank {other}", why=f"{list(theirs)} against {list(known_changes)}",
+                    hint="every rank writes to its parameters, or none does",
+                ).alike()  # fmt: skip
         first: dict[int, tuple[int, int]] = {}
-        for rank, (_, data, digested, _, _, _) in enumerate(everyone):
+        for rank, (_, data, digested, *_) in enumerate(everyone):
             other, known = first.setdefault(data, (rank, digested))
             if known != digested:
                 raise InputError(
                     f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
                     hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
                 ).alike()
-        if any(theirs != everyone[0][5] for *_, theirs in everyone):
+        if any(brought != everyone[0][5] for *_, brought, _ in everyone):
             return Answer.UNEVEN
-        return Answer.READY if all(theirs for *_, theirs, _ in everyone) else Answer.COMPILE
+        return Answer.READY if all(has for *_, has, _, _ in everyone) else Answer.COMPILE
 
     return check
 

@@ -672,10 +672,10 @@ class Step:
             "constant in its batch": call.constants,
             "structure of its batch": call.structure,
             "training flag": call.flags,
-            "changes to parameters": [_torch.version(p) - v for p, v in zip(self._state.parts, self._versions)] if self._state else [],
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
-        return agree.compare_call(self._comm, mine, rows, tensors, problem, call in self._loaded)
+        changes = [_torch.version(p) - v for p, v in zip(self._state.parts, self._versions)] if self._state else []
+        return agree.compare_call(self._comm, mine, changes, rows, tensors, problem, call in self._loaded)
 
     def _agree_on_model(self) -> None:
         """All ranks hold one model and were given the same options. Else InputError on every rank."""

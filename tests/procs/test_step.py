@@ -61,11 +61,18 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "mesh", "optimizer", "microbatches"), CASES)
-def test_training(procs: Pools, name: str, mesh: str, optimizer: str, microbatches: int) -> None:
+STAGED = [
+    ("gpt", "pp=2", "SGD", 2, "1f1b"), ("gpt2", "pp=2", "AdamW", 4, "zb-v"), ("gpt", "pp=2,dp=2", "AdamW", 4, "zb-h1"),
+    ("gpt2", "pp=2,tp=2", "SGD", 2, "1f1b"), ("gpt", "pp=4", "SGD", 8, "zb-h2"), ("gpt2", "pp=2,dp=2", "AdamW", 2, "interleaved"),
+    ("gpt", "pp=2,tp=2", "AdamW", 4, "dualpipev"), ("gpt", "pp=4", "AdamW", 4, "gpipe"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "optimizer", "microbatches", "schedule"), [(*case, None) for case in CASES] + STAGED)
+def test_training(procs: Pools, name: str, mesh: str, optimizer: str, microbatches: int, schedule: str | None) -> None:
     """Losses, gradient norms before clipping, gradients and weights after three steps."""
     size = Mesh.parse(mesh).size
-    ranks = procs(size).run(jobs.train, name, mesh, optimizer, microbatches, timeout=LIMIT)
+    ranks = procs(size).run(jobs.train, name, mesh, optimizer, microbatches, schedule, timeout=LIMIT)
     wanted = plain(name, optimizer)
     for rank in ranks:
         for mine, theirs in zip(rank["losses"], wanted["losses"], strict=True):
