@@ -22,6 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     # rows name the ops that local programs call, and number random elements as the runtime does
     "rules": {"_torch", "runtime.ops", "runtime.random"},
     "cost": {"rules"},
+    # values alone, and not even ir: see below
+    "schedule": set(),
     "plan": {"rules", "cost"},
     # passes read a plan's layout; they put in calls of runtime ops, and look up torch's ops
     "passes": {"_torch", "rules", "cost", "plan", "runtime.ops", "runtime.random"},
@@ -45,10 +47,10 @@ ALLOWED: dict[str, set[str]] = {
     "": {"*"},
 }
 #: rooms that come to be: added here with their line when they are built.
-LATER = {"schedule": set[str](), "modelfile": {"*"}, "train": {"*"}, "__main__": {"*"}}
+LATER = {"modelfile": {"*"}, "train": {"*"}, "__main__": {"*"}}
 OPEN = {"errors", "layout", "ir"}
-#: these may not use ``ir``: generated code runs without it.
-WITHOUT_IR = {"errors", "layout", "runtime"}
+#: these may not use ``ir``: generated code runs without it, and schedules know no program.
+WITHOUT_IR = {"errors", "layout", "runtime", "schedule"}
 
 
 def modules() -> list[Path]:
