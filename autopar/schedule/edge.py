@@ -35,7 +35,7 @@ class Edge:
 
     @property
     def direction(self) -> str:
-        """``up`` for what a forward makes, ``down`` for what a backward does, ``once`` for what ``pre`` makes, or ``post`` makes or wants."""
+        """``up`` for what a forward makes, ``down`` for a backward, ``once`` for what ``pre`` makes, or ``post`` makes or wants."""
         if self.once or self.wanted == "post":
             return "once"
         return "up" if self.made == "F" else "down"
