@@ -5,7 +5,7 @@
 [Note: no deadlock] A send may block until the other side has posted the receive; receives are posted and waited for later. All ranks'
 computations are put in one line, each behind what it needs (the order of a clock on which each takes its time). A rank posts a receive
 before the first of its computations that stands behind the one whose result is received. Then whoever waits, waits for a rank that
-stands further ahead in the line: a computation for the one that makes its input, a send after ``c`` for a rank whose next computation
+is not yet so far along the line: a computation for the one that makes its input, a send after ``c`` for a rank whose next computation
 comes before ``c``. So there is no circle, and nobody waits for ever, whatever the speeds; batches of sends and receives are not needed.
 Sends leave in the order of the line, and receives are posted in it, so both ends of a channel agree on its order.
 """

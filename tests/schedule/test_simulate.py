@@ -91,12 +91,14 @@ def test_closed_forms(p: int, m: int, f: float, i: float, w: float) -> None:
         # backward needn't wait for the forward
         assert idle("dualpipev") <= (p - 1) * ((f + i + w) + (i + w) - 3 * w) / 2 + 1e-9
         assert idle("dualpipev", times=(f, f, w)) == pytest.approx((p - 1) * (f + f - w) / 2)
-    if m % p == 0:
-        for v in (2, 3):
+    for v in (2, 3):
+        if m >= p:
+            assert idle("gpipe", v) == pytest.approx((p - 1) / v * (f + i + w))
+        if m % p == 0:
             assert idle("interleaved", v) == pytest.approx((p - 1) / v * (f + i + w))
 
 
-@pytest.mark.parametrize("p, m, f, i, w", [(4, 16, 3, 3, 2), (8, 24, 5, 5, 4), (8, 24, 18.5, 18.1, 9.3)])
+@pytest.mark.parametrize("p, m, f, i, w", [(4, 7, 3, 3, 2), (8, 15, 3, 1, 2), (8, 24, 2, 3, 2), (8, 24, 18.5, 18.1, 9.3)])
 def test_closed_form_zb_h2(p: int, m: int, f: float, i: float, w: float) -> None:
     result = simulate("zb-h2", p, m, f, i, w)
     assert result.cost - m * (f + i + w) == pytest.approx((p - 1) * (f + i - 2 * w))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,12 @@ def test_seeded_faults(name: str, rank: int, change: str, what: str, mark: str) 
 def test_deadlock_names_all() -> None:
     text = fault(built("1f1b", 3, 4), 1, "a.insert(0, a.pop(1)); lists[2].insert(0, lists[2].pop(2)); lists[0].insert(1, lists[0].pop(3))")
     assert "0B0 on rank 0 waits for 1B0; 1F1 on rank 1 waits for 0F1; 2F1 on rank 2 waits for 1F1" in text
+
+
+def test_message_in_the_docs() -> None:
+    """docs/schedules.md shows it to the letter."""
+    text = fault(built("1f1b", 3, 4), 0, "a.insert(1, a.pop(3))")
+    assert f"```\n{text}\n```" in (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 
 
 def test_wide_grid_is_cut() -> None:
