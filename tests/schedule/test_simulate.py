@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from autopar.errors import InputError
-from autopar.schedule import Schedule, build, simulate
+from autopar.schedule import Schedule, build, lower, simulate
 
 #: Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 3, 5 and 9: stages, microbatches, F, I, W, comm; rates
 #: of 1F1B, ZB-H1, ZB-H2, ZB-2p (ZB-1p has ZB-H1's); interleaved 1F1B with one layer a stage: stages a rank, rate; heads, hidden size.
@@ -135,6 +135,14 @@ def test_times_of_each_stage() -> None:
     result = simulate("gpipe", 3, 10, F=[1.0, 5.0, 1.0])
     assert result.makespan == pytest.approx(1 + 10 * 5 + 1 + 2 + 2 + 10 * 2)
     assert simulate("zb-v", 2, 4, F=[0.5] * 4).makespan == simulate("zb-v", 2, 4).makespan
+
+
+def test_rank_without_stages() -> None:
+    schedule = Schedule.parse("x: 1 stages on 1, 1 microbatches\n0:\n1: 0F0 0B0")
+    result = simulate(schedule)
+    assert (result.cost, result.bubble, result.idle) == (3.0, 0.0, (1.0, 0.0))
+    assert result.grid() == "rank 0 |  .   .   .\nrank 1 | 0F0 0B0 ---"
+    assert [len(p) for p in lower(schedule)] == [0, 4]
 
 
 def test_own_schedule() -> None:
