@@ -17,7 +17,9 @@ _RANK_OF_TASK = {"pre": 0, "F": 1, "I": 2, "W": 3, "post": 4}
 class Edge:
     """Results of task ``made`` of stage ``source`` are needed by task ``wanted`` of stage ``target``. Text form: ``0F->1F``.
 
-    Tasks are ``pre`` and ``post``, which run once a step and stage, and ``F``, ``I`` and ``W``, which run for each microbatch.
+    Tasks are ``pre`` and ``post``, which run once a step and stage, and ``F``, ``I`` and ``W``, which run for each microbatch. What ``pre``
+    and ``post`` make is one message a step, which all microbatches of the target may use; the rest are one for each microbatch, of which a
+    ``post`` waits for all.
     """
 
     source: int

@@ -5,13 +5,14 @@
 [Note: no deadlock] A send may block until the other side has posted the receive; receives are posted and waited for later. All ranks'
 computations are put in one line, each behind what it needs (the order of a clock on which each takes its time). A rank posts a receive
 before the first of its computations that stands behind the one whose result is received. Then whoever waits, waits for a rank that
-stands further ahead in the line: a computation for the one that makes its input, a send after ``c`` for a rank whose next computation
+is not yet so far along the line: a computation for the one that makes its input, a send after ``c`` for a rank whose next computation
 comes before ``c``. So there is no circle, and nobody waits for ever, whatever the speeds; batches of sends and receives are not needed.
 Sends leave in the order of the line, and receives are posted in it, so both ends of a channel agree on its order.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -207,25 +208,35 @@ def _line(facts: Flow) -> list[Compute]:
     queues = [[Compute(a.stage, a.kind, a.microbatch) for a in actions] for actions in schedule.ranks]
     posts = [[Compute(s, "post") for s in schedule.held(rank)] for rank in range(len(queues))]
     needs = {c: facts.needs(c) for queue in (*queues, *posts) for c in queue}
+    # the ranks to look at again when a computation is done: its own, and those that need it
+    readers: dict[Compute, set[int]] = {c: {schedule.placement[c.stage]} for c in needs}
+    for compute, needed in needs.items():
+        for other in needed:
+            if other in readers:
+                readers[other].add(schedule.placement[compute.stage])
     nexts, free = [0] * len(queues), [0.0] * len(queues)
-    while True:
-        # the one that can start first; a post before an action of the same time
+
+    def next_of(rank: int) -> tuple[float, int, int, Compute] | None:
+        """When a rank can begin its next computation; a post before an action of the same time."""
         best: tuple[float, int, int, Compute] | None = None
-        for rank, queue in enumerate(queues):
-            for late, compute in [*((0, c) for c in posts[rank]), *((1, c) for c in queue[nexts[rank] : nexts[rank] + 1])]:
-                if all(n in end for n in needs[compute]):
-                    start = max([free[rank], *(end[n] for n in needs[compute])])
-                    if best is None or (start, rank, late) < best[:3]:
-                        best = (start, rank, late, compute)
-        if best is None:
-            break
-        start, rank, late, compute = best
+        for late, compute in [*((0, c) for c in posts[rank]), *((1, c) for c in queues[rank][nexts[rank] : nexts[rank] + 1])]:
+            if all(n in end for n in needs[compute]):
+                start = max([free[rank], *(end[n] for n in needs[compute])])
+                if best is None or (start, rank, late) < best[:3]:
+                    best = (start, rank, late, compute)
+        return best
+
+    ready_of = {rank: next_of(rank) for rank in range(len(queues))}
+    while found := [r for r in ready_of.values() if r is not None]:
+        start, rank, late, compute = min(found, key=lambda r: r[:3])
         end[compute] = free[rank] = start + {"B": 2.0, "post": 0.0}.get(compute.kind, 1.0)
         line.append(compute)
         if late:
             nexts[rank] += 1
         else:
             posts[rank].remove(compute)
+        for reader in readers[compute]:
+            ready_of[reader] = next_of(reader)
     if stuck := [c for rank in posts for c in rank]:
         raise InputError(f"post tasks wait for each other: {', '.join(map(str, stuck))}", hint="edges between post tasks form no circle")
     if len(line) != len(end) or any(k < len(q) for k, q in zip(nexts, queues)):
@@ -247,7 +258,7 @@ def _posted(
     latest: dict[Channel, int] = {}
     for message in reversed(arriving):
         made, channel = place[facts.maker(message)], facts.channel(message.edge)
-        behind = sum(p < made for p in places)  # see the note: no deadlock
+        behind = bisect_left(places, made)  # see the note: no deadlock
         k = min(behind, max(0, first[message] - ahead), latest.get(channel, len(computes)))
         latest[channel] = k
         posted.setdefault(k, []).insert(0, message)

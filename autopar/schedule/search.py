@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import InputError, PlanError, VerifyError
@@ -126,11 +126,10 @@ _Orders = list[list[str]]
 
 @dataclass(frozen=True)
 class _Policy:
-    """How a rank chooses: at most ``ahead[rank]`` forwards without their I; by what share of F or W they may make late what comes."""
+    """How a rank chooses: at most ``ahead[rank]`` forwards without their I; W where what comes isn't late by more than so much of W."""
 
     ahead: tuple[int, ...]
-    late_by_F: float
-    late_by_W: float
+    late: float
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,8 @@ class _Found:
 def _search(task: _Task, effort: int) -> _Orders:
     p, goal = task.stages, task.bound() * (1 + _EPS)
     tries = min(_TRIES, max(8, effort // (3 * p * task.microbatches)))
-    policies = [_Policy(_ahead(p, slope), late) for slope in _SLOPES for late in _LATE][: max(4, tries // 4)]
+    policies = [_Policy(_ahead(task, scale, rounded), late) for scale in _SCALES for late in _LATE for rounded in _ROUNDED]
+    policies = policies[: max(6, tries // 3)]
     chosen, *others = policies
     listed = _listed(task, chosen)
     best = listed
@@ -175,8 +175,8 @@ def _search(task: _Task, effort: int) -> _Orders:
 
 #: enough for small pipelines.
 _TRIES = 1000
-#: the grid of policies, the more promising first: how steeply forwards run ahead, and how late W may make what comes.
-_SLOPES, _LATE = (2.25, 2.0, 2.5, 1.75, 1.5, 1.25, 1.0, 3.0), (1.0, 0.5, 0.0, 0.25, 0.75)
+#: the grid of policies, the more promising first: how far forwards run ahead, and how late W may make what comes.
+_SCALES, _LATE, _ROUNDED = (1.0, 1.05, 0.95, 1.1, 1.2, 0.9, 0.8, 0.65, 0.5), (1.0, 0.75, 0.5, 0.25, 0.0), (math.floor, round, math.ceil)
 
 
 def _nearby(policy: _Policy, rng: random.Random) -> _Policy:
@@ -188,9 +188,13 @@ def _nearby(policy: _Policy, rng: random.Random) -> _Policy:
     return _Policy(tuple(ahead), rng.choice((policy.late, policy.late, *_LATE)))
 
 
-def _ahead(stages: int, slope: float) -> tuple[int, ...]:
-    """1F1B has a slope of 1, ZB-H2 of 2."""
-    return tuple(max(1, round(1 + slope * (stages - 1 - s))) for s in range(stages))
+def _ahead(task: _Task, scale: float, rounded: Callable[[float], int]) -> tuple[int, ...]:
+    """So many forwards fill the time from a rank's first to its first I: the way up and down again (Qi et al. 2023, formula 2)."""
+    ahead, way = [], 0.0
+    for s in reversed(range(task.stages)):
+        ahead.append(max(1, rounded(1 + scale * way / task.F[s])) if task.F[s] else task.microbatches)
+        way += task.F[s] + task.I[s] + 2 * task.comm
+    return tuple(reversed(ahead))
 
 
 def _listed(task: _Task, policy: _Policy) -> _Found:
@@ -218,10 +222,10 @@ def _listed(task: _Task, policy: _Policy) -> _Found:
                 backward = eI[r + 1][nI[r]] + comm
         if backward <= now + _EPS:
             return now, "I"
-        if forward <= now + _EPS and backward - now >= task.F[r] * (1 - policy.late_by_F) - _EPS:
+        if forward <= now + _EPS:
             return now, "F"
-        coming = min(backward, max(forward, now))
-        if nW[r] < nI[r] and coming - now >= task.W[r] * (1 - policy.late_by_W) - _EPS:
+        coming = min(backward, forward)
+        if nW[r] < nI[r] and coming - now >= task.W[r] * (1 - policy.late) - _EPS:
             return now, "W"
         return coming, "I" if backward <= forward else "F"
 

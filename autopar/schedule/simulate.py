@@ -68,7 +68,8 @@ class Result:
         ranks: list[list[Span]] = [[] for _ in self.schedule.ranks]
         for span in self.spans:
             ranks[span.rank].append(span)
-        return tuple((r[-1].end - r[0].start, sum(s.end - s.start for s in r)) for r in ranks)
+        # a user's schedule may leave a rank without stages
+        return tuple((r[-1].end - r[0].start, sum(s.end - s.start for s in r)) if r else (0.0, 0.0) for r in ranks)
 
 
 def simulate(
@@ -105,8 +106,8 @@ def simulate(
             chunks = 2
         total = stages * chunks
     made = build(schedule, total, microbatches, stages)
-    share = made.stages / len(made.ranks)
-    F, I, W = (tuple(t) if isinstance(t, Sequence) else t / share for t in (F, I, W))
+    held = [made.placement.count(rank) for rank in made.placement]
+    F, I, W = (tuple(t) if isinstance(t, Sequence) else tuple(t / n for n in held) for t in (F, I, W))
     times = Times(F, I, W, comm)
     times.check(made.stages)
     return Result(made, times, made.spans(times))

@@ -75,12 +75,6 @@ def check_transport(programs: Programs, schedule: Schedule, edges: Sequence[Edge
     for channel, left in posted.items():
         if left:
             raise _fault(f"nobody sends {left[0]} on channel {channel}", programs, place)
-    for rank, program in enumerate(programs):
-        for instruction in program:
-            if isinstance(instruction, Compute):
-                lacks = [m for m in facts.outputs(instruction) if m not in arrived]
-                if lacks:
-                    raise _fault(f"{lacks[0]} is never sent", programs, place, rank)
 
 
 def _check_computes(programs: Programs, schedule: Schedule) -> None:
