@@ -29,6 +29,7 @@ from autopar.compiler import Compiled
 from autopar.deal import deal
 from autopar.errors import AutoparError, CommError, InputError, UnsupportedError
 from autopar.inspect import tables
+from autopar.inspect.timeline import Timeline, make_timeline
 from autopar.ir.text import show_program
 from autopar.layout.mesh import Mesh
 from autopar.passes.bounds import check_bounds
@@ -399,11 +400,27 @@ class Step:
         """Not supported yet."""
         raise UnsupportedError("step.html: report pages are not supported yet", hint="print(step.explain()), step.save_source(folder)")
 
-    def timeline(self, path: str | Path) -> None:
-        """Not supported yet."""
-        raise UnsupportedError(
-            "step.timeline: timelines are not supported yet", hint="step.metrics holds the communication of the last step"
-        )
+    @guarded
+    def timeline(self, path: str | Path) -> Timeline:
+        """Writes the last training step of a mesh with stages as a trace for Perfetto or chrome://tracing, and a picture beside it.
+
+        Both hold what was measured and what the simulator predicts from the measured times; ranks that differ only along ``pp`` and have
+        coordinate 0 otherwise are shown. Rank 0 writes. Collective.
+        """
+        run = self.executable()
+        if not isinstance(run, Pipeline):
+            raise UnsupportedError(
+                "timelines are of stages, and this mesh has none", hint="step.metrics holds the last step's communication"
+            )
+        everyone = self._comm.exchange((run.begun, run.spans), site="timeline")
+        if not all(spans for _, spans in everyone):
+            raise InputError("there is no step to show yet", hint="call the step first").alike()
+        staged = self._need_compiled().pipeline
+        assert staged is not None
+        made = make_timeline(staged.schedule, [everyone[self.mesh.rank({"pp": at})] for at in range(self.mesh["pp"])])
+        if self._comm.rank == 0:
+            made.save(path)
+        return made
 
     def close(self) -> None:
         """Frees process groups and buffers. The step can't be used afterwards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,14 +23,25 @@ _UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class Span:
-    """When a rank ran a task: seconds since the step began; ``waited`` of them before ``begin``, for what it needed of other ranks."""
+    """When a rank ran a task, or was sending (kind ``send``): seconds since its step began.
+
+    ``waited``: seconds before ``begin`` in which it waited for what it needed of other ranks.
+    """
 
     stage: int
     kind: str
     microbatch: int
     begin: float
     end: float
-    waited: float
+    waited: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch if self.kind not in ('pre', 'post') else ''}"
+
+    def later(self, seconds: float) -> Span:
+        """The same on a clock that was started earlier."""
+        return replace(self, begin=self.begin + seconds, end=self.end + seconds)
 
 
 @dataclass
@@ -106,6 +117,8 @@ class Pipeline:
         self.gathers = [index[name] for name in spec.gathers]
         everyone = comm.exchange(spec.axes, site="axes")
         comm.prepare(sorted({axes for theirs in everyone for axes in theirs}), channels=True)
+        #: of the last step: when it began by the system's clock, its spans, and how many microbatches were alive at most, by stage
+        self.begun = 0.0
         self.spans: list[Span] = []
         self.peak: dict[int, int] = {}
 
@@ -123,6 +136,7 @@ class Pipeline:
         with torch.no_grad():
             for index in self.gathers:
                 state.begin_gather(index, self.comm)
+            self.begun = time.time()
             run = _Run(self, state, dict(zip(self.batch_paths, batch, strict=True)), key)
             for instruction in self.instructions:
                 run.do(instruction)
@@ -179,13 +193,14 @@ class _Run:
         ]
 
     def send(self, edge: Edge, microbatch: int | None) -> None:
-        peer, channel = self.peer(edge.target), edge.direction
+        begin, peer, channel = time.perf_counter(), self.peer(edge.target), edge.direction
         under_way = self.sends.setdefault((peer, channel), deque())
         values = self.leaving.pop((edge, microbatch))
         for m, value in zip(self.pipeline.stages[edge.source].went[edge], values, strict=True):
             while len(under_way) >= _UNDER_WAY:
                 under_way.popleft().wait()
             under_way.append(self.comm.send(value, peer, channel, site=f"{m.value}.{microbatch}"))
+        self.spans.append(Span(edge.source, "send", microbatch or 0, begin - self.begun, time.perf_counter() - self.begun))
 
     def compute(self, action: Compute) -> None:
         stage, kind, mb = self.pipeline.stages[action.stage], action.kind, action.microbatch or 0

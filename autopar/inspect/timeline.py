@@ -1,0 +1,150 @@
+"""Timelines of a step with stages: as measured on every rank, and as the simulator predicts it from the measured times of the tasks.
+
+A trace is in the format of Chrome's tracing, which Perfetto (ui.perfetto.dev) and chrome://tracing show; the picture is SVG.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from autopar.runtime.pipeline import Span
+from autopar.schedule.action import Schedule
+from autopar.schedule.simulate import Result, simulate
+
+#: one colour for each kind of span, in the trace's own names and for the picture.
+COLOURS = {
+    "F": ("thread_state_running", "#4c78a8"), "B": ("thread_state_iowait", "#f58518"), "I": ("thread_state_iowait", "#f58518"),
+    "W": ("rail_animation", "#54a24b"), "pre": ("grey", "#9d9da1"), "post": ("grey", "#9d9da1"), "send": ("rail_load", "#b279a2"),
+    "wait": ("terrible", "#f2cf5b"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step on all ranks that differ only along ``pp``.
+
+    Attributes:
+        measured: of every rank its spans, in seconds since the first of them all began.
+        predicted: the schedule under the measured mean times of its tasks, without communication.
+    """
+
+    schedule: Schedule
+    measured: tuple[tuple[Span, ...], ...]
+    predicted: Result
+
+    @property
+    def bubble(self) -> float:
+        """The measured share of the longest rank's time, from its first task to its last, in which it ran none (pre and post left out)."""
+        shares = []
+        for spans in self.measured:
+            tasks = [s for s in spans if s.kind in ("F", "B", "I", "W")]
+            if tasks:
+                length = max(s.end for s in tasks) - min(s.begin for s in tasks)
+                shares.append((length, 1.0 - sum(s.end - s.begin for s in tasks) / length))
+        return max(shares, default=(0.0, 0.0))[1]
+
+    def trace(self) -> dict[str, Any]:
+        """Chrome's trace: one process for what was measured, one for what was predicted, a thread for each rank; microseconds."""
+        events: list[dict[str, Any]] = []
+        for pid, name in enumerate(("measured", "predicted")):
+            events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        for rank, spans in enumerate(self.measured):
+            events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"pp={rank}"}})
+            for s in spans:
+                if s.waited > 0:
+                    events.append(_event(0, rank, "wait", "wait", s.begin - s.waited, s.begin, s))
+                events.append(_event(0, rank, s.label, s.kind, s.begin, s.end, s))
+        for p in self.predicted.spans:
+            events.append(_event(1, p.rank, p.label, p.kind, p.start, p.end, p))
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def svg(self, width: int = 1200) -> str:
+        """Two grids, measured and predicted, on one scale of time: a row for each rank, a box for each task, waits and sends below it."""
+        longest = max([s.end for spans in self.measured for s in spans] + [self.predicted.makespan, 1e-9])
+        scale, left, row = (width - 60) / longest, 50, 34
+        parts: list[str] = []
+        y = 20
+        for title in ("measured", "predicted"):
+            parts.append(f'<text x="4" y="{y}" font-weight="bold">{title}</text>')
+            y += 8
+            for rank in range(len(self.schedule.ranks)):
+                parts.append(f'<text x="4" y="{y + 18}">pp={rank}</text>')
+                if title == "measured":
+                    for s in self.measured[rank]:
+                        if s.waited > 0:
+                            parts.append(_box(left + (s.begin - s.waited) * scale, y + 22, s.waited * scale, 5, "wait", ""))
+                        below = s.kind == "send"
+                        height, at = (5, y + 22) if below else (20, y)
+                        label = "" if below or s.kind in ("pre", "post") else s.label
+                        parts.append(_box(left + s.begin * scale, at, (s.end - s.begin) * scale, height, s.kind, label))
+                else:
+                    for p in (p for p in self.predicted.spans if p.rank == rank):
+                        parts.append(_box(left + p.start * scale, y, (p.end - p.start) * scale, 20, p.kind, p.label))
+                y += row
+            y += 16
+        legend = "".join(
+            f'<rect x="{60 + 80 * k}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind][1]}"/>'
+            f'<text x="{76 + 80 * k}" y="{y}">{kind}</text>'
+            for k, kind in enumerate(("F", "B", "I", "W", "pre", "send", "wait"))
+        )
+        told = f"{self.schedule.name}: bubble measured {self.bubble:.3f}, predicted {self.predicted.bubble:.3f}; {longest * 1e3:.1f} ms"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 30}" font-family="sans-serif" font-size="11">'
+            f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}{legend}<text x="4" y="{y + 22}">{escape(told)}</text></svg>\n'
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the trace to ``path`` and the picture beside it, with the suffix ``.svg``; gives the picture's path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.trace()))
+        picture = path.with_suffix(".svg")
+        picture.write_text(self.svg())
+        return picture
+
+
+def make_timeline(schedule: Schedule, ranks: Sequence[tuple[float, Sequence[Span]]]) -> Timeline:
+    """The timeline of a step.
+
+    Args:
+        ranks: for every coordinate along ``pp`` the time of the clock at which its step began, and its spans since then.
+    """
+    zero = min(begun + s.begin - s.waited for begun, spans in ranks for s in spans)
+    measured = tuple(tuple(s.later(begun - zero) for s in spans) for begun, spans in ranks)
+    means = mean_times([s for spans in measured for s in spans])
+    stages = range(schedule.stages)
+    forward = [means.get((s, "F"), 0.0) for s in stages]
+    # a whole backward takes I and W together, however that is divided
+    whole = {s: means[s, "B"] for s in stages if (s, "B") in means}
+    inputs = [means.get((s, "I"), whole.get(s, 0.0)) for s in stages]
+    rest = [means.get((s, "W"), 0.0) for s in stages]
+    return Timeline(schedule, measured, simulate(schedule, F=forward, I=inputs, W=rest))
+
+
+def mean_times(spans: Sequence[Span]) -> Mapping[tuple[int, str], float]:
+    """Mean seconds of a task by (stage, kind)."""
+    sums: dict[tuple[int, str], list[float]] = {}
+    for s in spans:
+        sums.setdefault((s.stage, s.kind), []).append(s.end - s.begin)
+    return {key: sum(found) / len(found) for key, found in sums.items()}
+
+
+def _event(pid: int, tid: int, name: str, kind: str, begin: float, end: float, span: Any) -> dict[str, Any]:
+    args = {"stage": span.stage, "microbatch": span.microbatch}
+    return {
+        "ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, "cname": COLOURS[kind][0], "ts": begin * 1e6,
+        "dur": (end - begin) * 1e6, "args": args,
+    }  # fmt: skip
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str, label: str) -> str:
+    size = f'width="{max(width, 0.3):.1f}" height="{height}"'
+    box = f'<rect x="{x:.1f}" y="{y}" {size} fill="{COLOURS[kind][1]}" stroke="white" stroke-width="0.4"/>'
+    if label and width > 7 * len(label):
+        box += f'<text x="{x + width / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="white">{label}</text>'
+    return box
