@@ -41,14 +41,14 @@ class Staged:
 
     Attributes:
         cuts: the modules that begin all stages but the first.
-        homes: the stage on which every trained parameter lives, by path.
+        homes: the stages that hold a parameter or buffer, by path.
         programs, modules: those of this rank, by stage.
         instructions: what this rank does in a step.
     """
 
     cuts: tuple[str, ...]
     schedule: Schedule
-    homes: Mapping[str, int]
+    homes: Mapping[str, tuple[int, ...]]
     programs: Mapping[int, StageProgram]
     modules: Mapping[int, StageModule]
     instructions: tuple[Instruction, ...]
@@ -115,7 +115,11 @@ def cut_pipeline(
         modules[s] = emit_stage(final, kinds=kinds, title=f"{title} Stage {s} of {stages}.")
         finals[s] = final
         buckets += made
-    homes = {m.path: s for s, p in enumerate(programs) for m in p.inputs_of("param") if m.path in {o.path for o in p.outputs_of("grad")}}
+    homes: dict[str, tuple[int, ...]] = {}
+    for s, p in enumerate(programs):
+        for i in p.inputs:
+            if i.kind in ("param", "buffer"):
+                homes[i.path] = (*homes.get(i.path, ()), s)
     staged = Staged(cuts, schedule, like.homes if like is not None else homes, finals, modules, instructions)
     return staged, _spec(mesh, programs, finals, modules, tuple(buckets), zero, microbatches)
 

@@ -20,13 +20,18 @@ from autopar.runtime.stage import Message, StageSpec, Task
 T = TypeVar("T")
 
 #: names of the functions.
-FUNCTIONS = {"pre": "before", "F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights", "post": "after"}
+FUNCTIONS = {
+    "pre": "before", "F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights", "B last": "backward_last",
+    "W last": "backward_weights_last", "post": "after",
+}  # fmt: skip
 _TOLD = {
     "pre": "What a step needs once, before its microbatches.",
     "F": "The forward of one microbatch.",
     "B": "The backward of one microbatch.",
     "I": "Of a microbatch's backward what earlier stages wait for.",
     "W": "The rest of a microbatch's backward.",
+    "B last": "The backward of the last microbatch: buckets are reduced as soon as their sums are complete.",
+    "W last": "The rest of the last microbatch's backward: buckets are reduced as soon as their sums are complete.",
     "post": "What a step makes once, after its microbatches.",
 }
 
@@ -47,8 +52,11 @@ class StageModule:
 
 
 def beside(kind: str, tasks: dict[str, T]) -> dict[str, T]:
-    """The other tasks of a microbatch or step in which one runs: its backward is B, or I and W."""
-    apart = {"B": "IW", "I": "B", "W": "B"}.get(kind, "")
+    """The other tasks of a microbatch or step in which one runs: its backward is B, or I and W, each as the last or not."""
+    whole, parts = ("B", "B last"), ("I", "W", "W last")
+    apart = {
+        "B": ("B last", *parts), "B last": ("B", *parts), "I": whole, "W": ("W last", *whole), "W last": ("W", *whole),
+    }.get(kind, ())  # fmt: skip
     return {k: task for k, task in tasks.items() if k != kind and k not in apart}
 
 
@@ -111,7 +119,41 @@ class _StageEmitter(Emitter):
                 out[kind].append(node)
                 for value in node.outs:
                     out[kind] += shares.get(value, ()) if value else ()
+        early = self.early(p, out)
+        for kind in [k for k in ("B", "W") if k in out and early]:
+            out[f"{kind} last"] = self.interleaved(out[kind], early)
+        gone = {n.name for n in early} if early else set()
+        out["post"] = [n for n in out.pop("post") if n.name not in gone]
         return out
+
+    def early(self, p: StageProgram, tasks: dict[str, list[Node]]) -> list[Node]:
+        """What follows the microbatches and can begin in the last of their backwards: it reads no other stage's values."""
+        backward = {o for kind in "BW" for n in tasks.get(kind, ()) for o in n.outs if o}
+        elsewhere = {i.name for i in p.inputs_of("received")} | {o for k in "FI" for n in tasks.get(k, ()) for o in n.outs if o}
+        known, found = set(backward), []
+        late = elsewhere - backward
+        for node in tasks["post"]:
+            if any(r in late for r in node.refs()):
+                late.update(o for o in node.outs if o)
+            elif any(r in known for r in node.refs()):
+                known.update(o for o in node.outs if o)
+                found.append(node)
+        return found
+
+    @staticmethod
+    def interleaved(nodes: list[Node], early: list[Node]) -> list[Node]:
+        """A backward with what follows it, each node as soon as what it reads is there."""
+        made = {o for n in (*nodes, *early) for o in n.outs if o}
+        there: set[str] = set()
+        out, left = [], list(early)
+        for node in nodes:
+            out.append(node)
+            there.update(o for o in node.outs if o)
+            while ready := [n for n in left if all(r in there or r not in made for r in n.refs())]:
+                out += ready
+                there.update(o for n in ready for o in n.outs if o)
+                left = [n for n in left if n not in ready]
+        return out + left
 
     def find_born(self, nodes: list[Node]) -> None:
         """No gradient of a microbatch is made in its bucket, which holds sums."""
@@ -179,7 +221,7 @@ class _StageEmitter(Emitter):
             elif i.kind in ("param", "buffer", "batch"):
                 inputs.append((i.name, i.kind, i.path))
         inputs += [(n.name, "flat", n.where.module) for n in main if n.op == "autopar.pack"]
-        per_turn = {o for kind, t in tasks.items() if kind not in ("pre", "post") for o in t.makes}
+        per_turn = {o for kind, t in tasks.items() if kind in ("F", "B", "I", "W") for o in t.makes}
         totals = tuple(n.name for n in main if n.op == "autopar.accumulate")
         came = {c.value for c in p.crossings if c.target == p.stage and c.made in ("F", "I", "W")}
         messages = tuple(

@@ -16,12 +16,13 @@ from autopar.schedule.validate import peak_live
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage: the coordinate along ``pp`` that runs it, its first module, and the most microbatches that are alive on it at once."""
+    """A stage: the coordinate along ``pp`` that runs it, its first module, how many parameters and buffers it holds, and the most
+    microbatches that are alive on it at once."""
 
     stage: int
     rank: int
     begins: str
-    parameters: int
+    tensors: int
     live: int
 
 
@@ -40,7 +41,7 @@ class CrossingRow:
 def stage_rows(staged: Staged) -> list[StageRow]:
     """Every stage of the mesh."""
     schedule = staged.schedule
-    held = [sum(home == s for home in staged.homes.values()) for s in range(schedule.stages)]
+    held = [sum(s in home for home in staged.homes.values()) for s in range(schedule.stages)]
     live = peak_live(schedule).stages
     begins = ("", *staged.cuts)
     return [StageRow(s, schedule.placement[s], begins[s], held[s], live[s]) for s in range(schedule.stages)]
@@ -65,8 +66,8 @@ def _place(c: Crossing, source: bool) -> str:
 
 
 def show_stages(rows: Sequence[StageRow]) -> str:
-    headers = ("stage", "pp", "begins with", "trained parameters", "microbatches alive, at most")
-    return tabulate([(r.stage, r.rank, r.begins or "the model", r.parameters, r.live) for r in rows], headers=headers)
+    headers = ("stage", "pp", "begins with", "parameters and buffers", "microbatches alive, at most")
+    return tabulate([(r.stage, r.rank, r.begins or "the model", r.tensors, r.live) for r in rows], headers=headers)
 
 
 def show_crossings(rows: Sequence[CrossingRow]) -> str:

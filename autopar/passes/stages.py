@@ -61,17 +61,17 @@ def cut_points(program: Program, cuts: Sequence[str]) -> Points:
     return Points(tuple(positions), tuple(orders))
 
 
-def cut_stages(program: LocalProgram, points: Points, homes: Mapping[str, int] | None = None) -> tuple[StageProgram, ...]:
+def cut_stages(program: LocalProgram, points: Points, homes: Mapping[str, tuple[int, ...]] | None = None) -> tuple[StageProgram, ...]:
     """One program for every stage.
 
     Args:
-        homes: the stages on which parameters live, by path, where that is decided already.
+        homes: the stages that hold a parameter or buffer, by path, where that is decided already.
     """
     return _Cutter(program, points, homes or {}).run()
 
 
 class _Cutter:
-    def __init__(self, program: LocalProgram, points: Points, given: Mapping[str, int]) -> None:
+    def __init__(self, program: LocalProgram, points: Points, given: Mapping[str, tuple[int, ...]]) -> None:
         self.points, self.stages, self.given = points, len(points.positions) + 1, given
         self.free = _free(program)
         self.program = self.peel(program)
@@ -156,21 +156,27 @@ class _Cutter:
             # a sum over microbatches stands behind the loop, where all of its turns have been
             program = replace(program, nodes=tuple(kept), types=types, shardings=shardings, global_types=globals_)
 
-    def homes(self) -> dict[str, int]:
-        """The stage on which an input lives that not every stage may hold for itself: trained parameters, buffers that are written."""
+    def homes(self) -> dict[str, tuple[int, ...]]:
+        """The stages that hold an input which not every stage may hold for itself: trained parameters, buffers that are written."""
         program = self.program
         trained = {o.path for o in program.outputs_of("grad")}
         written = {o.path: o.value for o in program.outputs_of("buffer")}
-        found: dict[str, int] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for i in program.inputs:
-            if i.path in self.given and i.kind == "param":
+            if i.kind in ("param", "buffer") and i.path in self.given:
                 found[i.name] = self.given[i.path]
             elif i.kind == "param" and i.path in trained:
-                found[i.name] = min(self.readers(i.name), default=self.stages - 1)
+                found[i.name] = (min(self.readers(i.name), default=self.stages - 1),)
             elif i.kind == "buffer" and i.path in written:
                 value = written[i.path]
-                found[i.name] = self.stage[value] if value in self.stage else min(self.readers(i.name), default=0)
+                found[i.name] = (self.stage[value] if value in self.stage else min(self.readers(i.name), default=0),)
         return found
+
+    def maker(self, value: str, stage: int) -> int | None:
+        """The stage from which another one has a value that it can't make for itself; None where every stage makes it."""
+        if value in self.home:
+            return stage if stage in self.home[value] else self.home[value][0]
+        return self.stage.get(value)
 
     def readers(self, name: str) -> set[int]:
         """The stages that read a value, if only through what every stage computes for itself."""
@@ -215,7 +221,7 @@ class _Cutter:
             if (value, task) in seen:
                 continue
             seen.add((value, task))
-            at = self.home.get(value, self.stage.get(value))
+            at = self.maker(value, stage)
             if at is not None and at != stage:
                 if value not in first or TASKS.index(task) < TASKS.index(first[value]):
                     first[value] = task
@@ -223,7 +229,7 @@ class _Cutter:
                 own.add(self.producer[value].name)
                 left += [(r, self.running[self.producer[value].name]) for r in self.producer[value].refs()]
         nodes = [n for n in program.nodes if n.name in own or (n.name not in self.free and self.stage[n.name] == stage)]
-        received = [Crossing(v, self.home.get(v, self.stage.get(v, 0)), self.task(v), stage, task) for v, task in first.items()]
+        received = [Crossing(v, self.maker(v, stage) or 0, self.task(v), stage, task) for v, task in first.items()]
         order = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
         received.sort(key=lambda c: (order.get(c.value, -1), c.value))
         for c in received:
@@ -236,10 +242,10 @@ class _Cutter:
         """Gradients go where their parameter lives, buffers where they are written, the loss and the model's outputs to all."""
         if output.kind == "grad":
             name = next(i.name for i in self.program.inputs_of("param") if i.path == output.path)
-            return self.home[name] == stage
+            return stage in self.home[name]
         if output.kind == "buffer":
             name = next(i.name for i in self.program.inputs_of("buffer") if i.path == output.path)
-            return self.home[name] == stage
+            return stage in self.home[name]
         return True
 
     def make(self, stage: int, nodes: list[Node], outputs: list[Output], crossings: list[Crossing]) -> StageProgram:
@@ -251,7 +257,7 @@ class _Cutter:
         inputs = [i for i in program.inputs if i.name in read and i.name not in received]
         held = {i.name for i in inputs}
         idle = [i for i in program.inputs if i.kind in ("param", "buffer") and i.name not in held and i.name not in received]
-        inputs += [i for i in idle if self.home.get(i.name, 0 if not self.users[i.name] else -1) == stage]
+        inputs += [i for i in idle if stage in self.home.get(i.name, () if self.users[i.name] else (0,))]
         inputs += [Input(c.value, "received", f"{c.source}.{c.made}") for c in came]
         sent = [Output(c.value, "sent", f"{c.target}.{c.wanted}") for c in went]
         kept = {i.name for i in inputs} | {o for n in nodes for o in n.outs if o}

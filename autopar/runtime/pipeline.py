@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -157,6 +157,7 @@ class _Run:
         self.arriving: dict[tuple[Edge, int | None], list[Handle]] = {}
         self.leaving: dict[tuple[Edge, int | None], list[Tensor]] = {}
         self.sends: dict[tuple[int, str], deque[Handle]] = {}
+        self.backwards = Counter(i.stage for i in pipeline.instructions if isinstance(i, Compute) and i.kind in ("B", "W"))
         index = {b.name: k for k, b in enumerate(state.buckets)}
         if not state.grads and any(s.spec.grads for s in pipeline.stages.values()):
             state.grads = [torch.zeros_like(flat) for flat in state.whole]
@@ -209,7 +210,8 @@ class _Run:
             if at in (None, action.microbatch) or action.microbatch is None:
                 handles = self.arriving.pop((edge, at))
                 self.put(action.stage, stage.came[edge], [h.wait() for h in handles], at or 0)
-        task = stage.spec.tasks.get(kind)
+        final = self.is_last(action) and f"{kind} last" in stage.spec.tasks
+        task = stage.spec.tasks.get(f"{kind} last" if final else kind)
         if task is None:
             return
         begin = time.perf_counter()
@@ -219,7 +221,7 @@ class _Run:
             if v in turn:
                 given.append(turn.pop(v) if v in task.frees else turn[v])
             else:
-                given.append(values.once.pop(v) if v in task.frees and kind == "post" else values.once[v])
+                given.append(values.once.pop(v) if v in task.frees and (final or kind == "post") else values.once[v])
         made = stage.names[task.function](self.comm, given, stage.constants, self.key, mb)
         for v, value in zip(task.makes, made, strict=True):
             (turn if v in stage.spec.turns else values.once)[v] = value
@@ -228,6 +230,13 @@ class _Run:
         end = time.perf_counter()
         self.spans.append(Span(action.stage, kind, mb, begin - self.begun, end - self.begun, begin - asked))
         self.count(action.stage, kind, mb)
+
+    def is_last(self, action: Compute) -> bool:
+        """Whether no other backward of its stage follows."""
+        left = self.backwards.get(action.stage, 0)
+        if action.kind in ("B", "W"):
+            self.backwards[action.stage] = left - 1
+        return action.kind in ("B", "W") and left == 1
 
     def hand_over(self, stage: _Stage, kind: str, mb: int, number: int | None) -> None:
         """What other stages need of a task that has run: to be sent, or given to a stage of this rank."""
