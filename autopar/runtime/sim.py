@@ -76,9 +76,12 @@ class SimWorld:
         """Returns when ``ready()``, letting other ranks run until then.
 
         Raises:
-            CommError: no rank can run: each waits for another.
+            CommError: no rank can run: each waits for another; or the run is over, and what is waited for will not come.
         """
-        self._check()
+        if self._finished[rank] and not ready():
+            raise CommError("the simulated ranks have ended", where=position)
+        if not self._finished[rank]:
+            self._check()
         if ready():
             return
         self._ready[rank], self._position[rank] = ready, f"waits in {position}"
