@@ -46,13 +46,14 @@ def compare_ranks(comm: Comm, mine: Mapping[str, Any], site: str) -> None:
         first_difference(comm.exchange(mine, site=site))
 
 
-def first_difference(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError, the same on every rank, where a rank's table differs from the first rank's."""
-    for rank, theirs in enumerate(everyone):
+def first_difference(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None) -> None:
+    """Raises InputError, the same on every rank, where a rank's table differs from the first rank's; ``ranks``: whose they are."""
+    for n, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
+                rank, first = (n, 0) if ranks is None else (ranks[n], ranks[0])
                 raise InputError(
-                    f"rank {rank} has another {name} than rank 0", why=_difference(theirs[name], value),
+                    f"rank {rank} has another {name} than rank {first}", why=_difference(theirs[name], value),
                     hint="every rank makes the same calls, with batches of the same shapes",
                 ).alike()  # fmt: skip
 
@@ -88,9 +89,14 @@ class Answer(Enum):
 
 
 def compare_call(
-    comm: Comm, mine: Mapping[str, Any], changes: Sequence[int], rows: Sequence[int] | None, tensors: Sequence[Tensor],
-    problem: AutoparError | None, ready: bool,
-) -> Callable[[], Answer]:  # fmt: skip
+    comm: Comm,
+    mine: Mapping[str, Any],
+    held: Mapping[str, Any],
+    rows: Sequence[int] | None,
+    tensors: Sequence[Tensor],
+    problem: AutoparError | None,
+    ready: bool,
+) -> Callable[[], Answer]:
     """Starts to compare a call: all ranks make the same one, on batches of one kind; ranks of one data coordinate hold the same rows.
 
     One small exchange a call: without it ranks that differ would wait for each other for ever. Only where they differ a second one tells
@@ -98,7 +104,7 @@ def compare_call(
 
     Args:
         mine: what the call is, by name.
-        changes: how often this rank's parts were written to; the same on all ranks that run the same stages.
+        held: what ranks of one coordinate along ``pp`` have in common besides, by name: those of others hold other parts.
         rows: how many rows every input of the batch has here, where data ranks may differ in it; None where they may not.
         tensors: this rank's rows.
         problem: why this rank can't take part: then nobody does.
@@ -116,32 +122,31 @@ def compare_call(
         for t in tensors:
             seen = zlib.crc32(_bytes(t), seen)
     told = hashlib.sha256(repr(mine).encode()).digest()
-    finish = comm.exchange_later((told, comm.coords.get("dp", 0), seen, problem, ready, rows, tuple(changes)), site="call")
+    about = hashlib.sha256(repr(held).encode()).digest()
+    finish = comm.exchange_later((told, about, comm.coords.get("dp", 0), seen, problem, ready, rows), site="call")
 
     def check() -> Answer:
         everyone = finish()
-        raise_first([theirs for _, _, _, theirs, *_ in everyone], problem)
-        if any(theirs != everyone[0][0] for theirs, *_ in everyone):
+        raise_first([said[4] for said in everyone], problem)
+        if any(said[0] != everyone[0][0] for said in everyone):
             first_difference(comm.exchange(mine, site="difference"))
-        stages: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for rank, (*_, theirs) in enumerate(everyone):
-            other, known_changes = stages.setdefault(mesh.coords(rank).get("pp", 0), (rank, theirs))
-            if known_changes != theirs:
-                raise InputError(
-                    f"rank {rank} has other changes to parameters than rank {other}", why=f"{list(theirs)} against {list(known_changes)}",
-                    hint="every rank writes to its parameters, or none does",
-                ).alike()  # fmt: skip
+        stages = [mesh.coords(rank).get("pp", 0) for rank in range(mesh.size)]
+        if len(set(zip(stages, (said[1] for said in everyone)))) > mesh["pp"]:
+            theirs = comm.exchange(held, site="difference")
+            for stage in dict.fromkeys(stages):
+                ranks = [rank for rank, other in enumerate(stages) if other == stage]
+                first_difference([theirs[rank] for rank in ranks], ranks)
         first: dict[int, tuple[int, int]] = {}
-        for rank, (_, data, digested, *_) in enumerate(everyone):
+        for rank, (_, _, data, digested, *_) in enumerate(everyone):
             other, known = first.setdefault(data, (rank, digested))
             if known != digested:
                 raise InputError(
                     f"ranks {other} and {rank} have the same data coordinate (dp={data}) but other rows",
-                    hint="ranks that differ only in tp pass the same rows; step.shard(global_batch) cuts them",
+                    hint="ranks that differ only in tp or pp pass the same rows; step.shard(global_batch) cuts them",
                 ).alike()
-        if any(brought != everyone[0][5] for *_, brought, _ in everyone):
+        if any(said[6] != everyone[0][6] for said in everyone):
             return Answer.UNEVEN
-        return Answer.READY if all(has for *_, has, _, _ in everyone) else Answer.COMPILE
+        return Answer.READY if all(said[5] for said in everyone) else Answer.COMPILE
 
     return check
 

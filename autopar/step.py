@@ -113,7 +113,7 @@ class Step:
         self._loaded: dict[Any, _Loaded] = {}
         self._train: Compiled | None = None
         self._state: State | None = None
-        self._grads: tuple[Tensor, ...] = ()
+        self._grads: tuple[Tensor, ...] | None = None  # of the last step, by bucket: a rank's stages may have none
         self._plan = options.plan
         self._trained: list[str] | None = None  # trainable parameters when the step was compiled
         self._unread: dict[str, Tensor] = {}  # buffers that no step reads
@@ -235,18 +235,23 @@ class Step:
             raise InputError("this step has no optimizer", hint="parallelize(..., optimizer=partial(torch.optim.AdamW, lr=3e-4))")
         return self._prepared.optimizer
 
+    @guarded
     def parameters(self) -> list[nn.Parameter]:
         """This rank's flat parts, one a bucket: for an optimizer of one's own. Compiled steps only.
 
-        They are written to under ``torch.no_grad()``. With ``optimizer=`` a write through ``.data`` goes unnoticed: torch doesn't count it.
+        Waits for gathers under way, which read them: ask again after a step. They are written to under ``torch.no_grad()``. With ``optimizer=`` a write through ``.data`` goes unnoticed: torch doesn't count it.
         """
-        return list(self._need().parts)
+        state = self._need()
+        for handle in state.gathers:
+            if handle is not None:
+                handle.wait()
+        return list(state.parts)
 
     @guarded
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the last step by original name, before clipping, on every rank's CPU. Collective."""
         state = self._need()
-        if not self._grads:
+        if self._grads is None:
             raise InputError("there are no gradients yet", hint="call the step first")
         whole = gather(state, self._grads, self.mesh, self._comm)
         return {alias: whole[path] for path, aliases in self._names().items() if path in whole for alias in (path, *aliases)}
@@ -430,7 +435,7 @@ class Step:
                 self._landed()
             atexit.unregister(self._at_exit)
             self._loaded.clear()
-            self._state, self._grads = None, ()
+            self._state = self._grads = None
             closer = getattr(self._comm, "close", None)
             if closer is not None:
                 closer()
@@ -692,7 +697,8 @@ class Step:
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
         changes = [_torch.version(p) - v for p, v in zip(self._state.parts, self._versions)] if self._state else []
-        return agree.compare_call(self._comm, mine, changes, rows, tensors, problem, call in self._loaded)
+        held = {"changes to parameters": changes}
+        return agree.compare_call(self._comm, mine, held, rows, tensors, problem, call in self._loaded)
 
     def _agree_on_model(self) -> None:
         """All ranks hold one model and were given the same options. Else InputError on every rank."""
