@@ -73,20 +73,21 @@ class Compiled:
         """What this rank runs: one program, or those of its stages."""
         return (self.final,) if self.pipeline is None else tuple(self.pipeline.programs.values())
 
-    def stage(self, number: int) -> tuple[LocalProgram, Module | StageModule]:
-        """The program of a stage and its module. Raises InputError where this rank doesn't run it."""
+    def stage(self, number: int | None = None) -> tuple[LocalProgram, Module | StageModule]:
+        """The program of a stage of this rank (None: its first) and its module. Raises InputError where this rank doesn't run it."""
         if self.pipeline is None:
-            if number != 0:
+            if number:
                 raise InputError(f"there is no stage {number}", why="without a pipeline there is one stage, 0")
             return self.final, self.module
-        staged, count = self.pipeline, self.pipeline.schedule.stages
-        if not 0 <= number < count:
-            raise InputError(f"there is no stage {number}", why=f"there are {count} stages, from 0")
+        staged, placement = self.pipeline, self.pipeline.schedule.placement
+        number = next(iter(staged.programs)) if number is None else number
+        if not 0 <= number < len(placement):
+            raise InputError(f"there is no stage {number}", why=f"there are {len(placement)} stages, from 0 on")
         if number not in staged.programs:
+            held = ", ".join(map(str, staged.programs))
             raise InputError(
-                f"stage {number} isn't on this rank", why=f"ranks with pp={staged.schedule.placement[number]} compile and run it",
-                hint=f"ask there; here are {', '.join(map(str, staged.programs))}",
-            )  # fmt: skip
+                f"stage {number} is not on this rank, which holds {held}", hint=f"ranks with pp={placement[number]} hold it"
+            )
         return staged.programs[number], staged.modules[number]
 
 

@@ -374,15 +374,15 @@ class Step:
             states = sum(v.numel() for v in kept) / max(1, sum(p.numel() for p in self._need().parts))
         return tables.explain(self._need_compiled(), self._plan, states)
 
-    def graph(self, stage: int = 0, phase: str | None = None) -> str:
-        """The rewritten graph as text; ``phase`` forward or backward shows one."""
+    def graph(self, stage: int | None = None, phase: str | None = None) -> str:
+        """The rewritten graph of a stage of this rank (None: its first) as text; ``phase`` forward or backward shows one."""
         final, _ = self._need_compiled().stage(stage)
         if phase is not None:
             final = replace(final, nodes=tuple(n for n in final.nodes if n.phase == phase))
         return show_program(final)
 
-    def source(self, stage: int = 0) -> str:
-        """The generated module."""
+    def source(self, stage: int | None = None) -> str:
+        """The generated module of a stage of this rank; None: its first."""
         return self._need_compiled().stage(stage)[1].source
 
     def save_source(self, folder: str | Path) -> Path:

@@ -104,3 +104,20 @@ def test_schedules_of_two_stages_a_rank(schedule: str, microbatches: int) -> Non
 
 def _sgd(named: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=lr)
+
+
+def test_a_rank_shows_the_stages_that_it_holds() -> None:
+    def run(step: Step, rank: int) -> list[str]:
+        step.compile(step.shard(ROWS))
+        held, other = ((0, 3), 1) if rank == 0 else ((1, 2), 3)
+        assert step.source() == step.source(held[0]) and step.graph() == step.graph(held[0])
+        assert [f"Stage {s} of 4" in step.source(s) for s in held] == [True, True]
+        assert "backward" in step.graph(held[1]) and step.graph(held[0]) != step.graph(held[1])
+        with pytest.raises(InputError, match=f"stage {other} is not on this rank, which holds {held[0]}, {held[1]}"):
+            step.graph(other)
+        with pytest.raises(InputError, match="there are 4 stages"):
+            step.source(4)
+        return [step.source(s) for s in held]
+
+    first, second = ranks("pp=2", chain(), run, plan=Plan(microbatches=2, schedule="zb-v"))
+    assert len({*first, *second}) == 4
