@@ -107,7 +107,21 @@ class _Cutter:
                     found[out] = at
                     if node.phase == "backward":
                         backward.add(out)
+        self.join(program, found)
         return found
+
+    def join(self, program: LocalProgram, found: dict[str, int]) -> None:
+        """Puts sums of the forward over microbatches that meet behind the loop on one stage, the latest of theirs; so that no stage's end
+        waits for that of another one which waits for the loss."""
+        group: dict[str, set[str]] = {}
+        for node in program.nodes:
+            late = node.region == "post" or node.op == "autopar.accumulate"
+            if node.phase != "forward" or not late or node.name in self.free:
+                continue
+            joined = {o for o in node.outs if o}.union(*(group[r] for r in node.refs() if r in group))
+            group.update(dict.fromkeys(joined, joined))
+        for joined in group.values():
+            found.update(dict.fromkeys(joined, max(found[v] for v in joined)))
 
     def peel(self, program: LocalProgram) -> LocalProgram:
         """Sums over microbatches of gradients that come from several stages, each stage's own summed first."""
@@ -127,7 +141,7 @@ class _Cutter:
                 add = producers.get(value)
                 parts = [] if add is None or add.op != "aten.add.Tensor" or add.kwargs else list(add.refs())
                 apart = (
-                    len(parts) == 2 and node.args[1] == "sum" and uses[value] == 1
+                    len(parts) == 2 and node.args[1] == "sum" and node.phase == "backward" and uses[value] == 1
                     and all(p in stage and producers[p].region == "body" for p in parts) and stage[parts[0]] != stage[parts[1]]
                     and all(types[p] == types[value] for p in parts)
                 )  # fmt: skip
