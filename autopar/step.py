@@ -239,7 +239,8 @@ class Step:
     def parameters(self) -> list[nn.Parameter]:
         """This rank's flat parts, one a bucket: for an optimizer of one's own. Compiled steps only.
 
-        Waits for gathers under way, which read them: ask again after a step. They are written to under ``torch.no_grad()``. With ``optimizer=`` a write through ``.data`` goes unnoticed: torch doesn't count it.
+        Waits for gathers under way, which read them: ask again after a step. They are written to under ``torch.no_grad()``. With
+        ``optimizer=`` a write through ``.data`` goes unnoticed: torch doesn't count it.
         """
         state = self._need()
         for handle in state.gathers:
@@ -757,11 +758,17 @@ class Step:
                 self._comm, {**named, **buffers}, "init", 'seed every rank alike before building the model, or init="broadcast"'
             )
 
-        def value(path: str) -> Tensor:
-            if self.mesh.size > 1 and how == "broadcast":
-                return self._comm.exchange(named[path].detach().cpu() if self._comm.rank == 0 else None, site="init")[0]
-            return named[path]
+        def broadcast(path: str) -> Tensor:
+            return self._comm.exchange(named[path].detach().cpu() if self._comm.rank == 0 else None, site="init")[0]
 
+        value: Callable[[str], Tensor] = named.__getitem__
+        if self.mesh["pp"] > 1 and how == "broadcast":
+            # stages ask for other parameters: all hear of all of them, in one order
+            wanted = {m.path for b in compiled.spec.buckets for m in b.members} | set(compiled.spec.params)
+            heard = ((i.path, broadcast(i.path)) for i in compiled.program.inputs_of("param"))
+            value = {path: t for path, t in heard if path in wanted}.__getitem__
+        elif self.mesh.size > 1 and how == "broadcast":
+            value = broadcast
         if self.mesh.size > 1 and how == "broadcast":
             buffers = self._comm.exchange({k: v.cpu() for k, v in buffers.items()} if self._comm.rank == 0 else None, site="init")[0]
         read = {name for i in compiled.program.inputs_of("buffer") for name in (i.path, *i.aliases)}

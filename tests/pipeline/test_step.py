@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import verify
+from autopar.api import make_options, verify
 from autopar.errors import InputError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
+from autopar.runtime.comm import Comm
+from autopar.runtime.sim import run_simulated
 from autopar.step import Step
-from tests.cases.run import Net, ranks
+from tests.cases.run import DEFAULTS, Net, ranks
 
 
 def chain(frozen: tuple[int, ...] = (), depth: int = 6) -> nn.Module:
@@ -121,3 +123,45 @@ def test_a_rank_shows_the_stages_that_it_holds() -> None:
 
     first, second = ranks("pp=2", chain(), run, plan=Plan(microbatches=2, schedule="zb-v"))
     assert len({*first, *second}) == 4
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("cuts", [("b",), ("c",), ("d",)], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_losses_of_several_stages_add_up(schedule: str, cuts: tuple[str, ...], microbatches: int) -> None:
+    """Each a mean over the batch; what they give together is kept in buffers, too: of sums, and after the sums."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        a = m.a(x).tanh()
+        first = a.square().mean()
+        b = m.b(a).tanh()
+        second = (b - 1).square().mean()
+        d = m.d(m.c(b).tanh())
+        m.kept = (first + 2 * second).detach()
+        m.most = torch.maximum(first, second).detach()
+        return d.square().mean() + 0.1 * first + 0.2 * second
+
+    torch.manual_seed(0)
+    model = Net(run, **{n: nn.Linear(8, 8) for n in "abcd"}, kept=torch.zeros(()), most=torch.zeros(()))
+    plan = Plan(microbatches=microbatches, cuts=cuts, schedule=schedule)
+    report = verify(model, Mesh.parse("pp=2,dp=2"), ROWS, plan=plan)
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_weights_of_rank_0_reach_every_stage(mesh: str) -> None:
+    """Layers of one shape, so that none may be taken for another."""
+    parsed = Mesh.parse(mesh)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        model = chain((0, 1))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(comm.rank)
+        step = Step(model, parsed, comm, make_options(**{**DEFAULTS, "init": "broadcast", "plan": Plan(cuts=("layers.3",))}))
+        step.compile(step.shard(ROWS))
+        return step.full_state_dict()
+
+    wanted = chain().state_dict()
+    for found in run_simulated(parsed, rank):
+        assert all(torch.equal(found[n], t) for n, t in wanted.items())
