@@ -59,7 +59,7 @@ def batches(kind: str, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
 def break_op(step: Step, kind: str) -> None:
     """The next collective of one phase raises on this rank, as an op before it might."""
     comm, count = step._comm, [0]
-    whole = {name: getattr(comm, name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
+    whole = {name: getattr(comm, name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "receive")}
 
     def failing(name: str, *args: Any, **kwargs: Any) -> Any:
         count[0] += 1

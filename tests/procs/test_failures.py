@@ -54,7 +54,7 @@ def check(procs: Pools, kind: str, mesh: str) -> None:
             assert re.search(r"where: \S*failure_jobs.py:\d+ in ", text), text
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2", "pp=2", "pp=2,dp=2", "dp=2,pp=2"])
 @pytest.mark.parametrize("kind", ["forward", "backward", "between", "skip"])
 def test_first_error_is_everyones(procs: Pools, kind: str, mesh: str) -> None:
     check(procs, kind, mesh)
@@ -63,7 +63,7 @@ def test_first_error_is_everyones(procs: Pools, kind: str, mesh: str) -> None:
 SLOW = [pytest.param(kind, mesh, marks=pytest.mark.slow) for kind in ("kill", "hang", "exit") for mesh in ("tp=2", "dp=4")]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [("kill", "dp=2,tp=2"), ("hang", "dp=2"), *SLOW])
+@pytest.mark.parametrize(("kind", "mesh"), [("kill", "dp=2,tp=2"), ("kill", "pp=2"), ("kill", "dp=2,pp=2"), ("hang", "dp=2"), ("hang", "pp=2"), *SLOW])
 def test_ranks_that_vanish(procs: Pools, kind: str, mesh: str) -> None:
     check(procs, kind, mesh)
 

@@ -58,6 +58,7 @@ def same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
 CASES = [
     ("gpt", "dp=2", "SGD", 1), ("gpt", "tp=2", "AdamW", 2), ("gpt", "dp=2,tp=2", "AdamW", 2), ("gpt", "dp=2,tp=2", "SGD", 1),
     ("gpt2", "dp=2", "AdamW", 2), ("gpt2", "tp=2", "SGD", 1), ("gpt2", "dp=2,tp=2", "AdamW", 1),
+    ("gpt", "pp=2", "AdamW", 4), ("gpt", "pp=2,dp=2", "SGD", 2), ("gpt2", "dp=2,pp=2", "AdamW", 2), ("gpt2", "pp=2,tp=2", "SGD", 1),
 ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_rest(procs: Pools, mesh: str) -> None:
         assert "closed" in found["closed"]
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2"])
 def test_ways_to_begin(procs: Pools, mesh: str) -> None:
     batch = jobs.batches_of("gpt", 1)[0]
     for found in procs(Mesh.parse(mesh).size).run(jobs.ways_to_begin, mesh, timeout=LIMIT):
@@ -136,14 +137,16 @@ def test_ways_to_begin(procs: Pools, mesh: str) -> None:
         assert "rank 1 has other values of tokens.weight than rank 0" in found["differ"]
 
 
-def test_own_optimizer(procs: Pools) -> None:
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_own_optimizer(procs: Pools, mesh: str) -> None:
     wanted = plain("gpt", None, clip=False)
-    for found in procs(4).run(jobs.own_optimizer, "dp=2,tp=2", timeout=LIMIT):
+    for found in procs(4).run(jobs.own_optimizer, mesh, timeout=LIMIT):
         for mine, theirs in zip(found["losses"], wanted["losses"], strict=True):
             assert apart(mine, theirs) <= ALLOWED
         same(found["state"], wanted["state"])
 
 
-def test_other_rows_are_refused_on_every_rank(procs: Pools) -> None:
-    for text in procs(2).run(jobs.other_rows, "tp=2", timeout=LIMIT):
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_other_rows_are_refused_on_every_rank(procs: Pools, mesh: str) -> None:
+    for text in procs(2).run(jobs.other_rows, mesh, timeout=LIMIT):
         assert text == "ranks 0 and 1 have the same data coordinate (dp=0) but other rows"
