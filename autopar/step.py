@@ -694,7 +694,7 @@ class Step:
             ],
             "constant in its batch": call.constants,
             "structure of its batch": call.structure,
-            "training flag": call.flags,
+            "training flag": self._followed.mode() if call.kind == "train" else "",
             "learning rate": [float(g.get("lr", 0.0)) for g in self._prepared.optimizer.param_groups] if self._prepared else None,
         }
         changes = [_torch.version(p) - v for p, v in zip(self._state.parts, self._versions)] if self._state else []

@@ -37,6 +37,10 @@ class Followed:
             self._read(model)
         return self._now
 
+    def mode(self) -> str:
+        """The training flags in words: ``train``, ``eval``, or both with a digest of which."""
+        return self._mode
+
     def told(self) -> dict[str, str]:
         """The plain state by name, to be compared between ranks."""
         return dict(self._told)
@@ -86,6 +90,9 @@ class Followed:
             self._take(stem, module, seen, 0)
         text = repr(self._told).encode()
         names = tuple(n for n, p in model.named_parameters() if p.requires_grad)
+        trains = sum(flags)
+        some = f"train in {trains} of {len(flags)} modules ({zlib.crc32(bytes(flags)):08x})"
+        self._mode = "train" if trains == len(flags) else some if trains else "eval"
         self._now = (zlib.crc32(text), zlib.crc32(bytes(flags)), names)
 
     def _take(self, stem: str, owner: Any, seen: set[int], depth: int) -> None:

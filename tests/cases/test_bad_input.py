@@ -313,3 +313,20 @@ def test_pins_that_contradict_each_other() -> None:
     pins = {"a.weight": "dim0@tp", "b.weight": "dim1@tp"}
     error = each("tp=2", lambda s, r: s(torch.ones(4, 4)), model, lambda r: {"plan": Plan(shard=pins)}, good=None)
     assert isinstance(error, PlanError) and "a.weight" in str(error) and "b.weight" in str(error)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2"])
+def test_a_model_of_other_modules_or_in_another_mode(mesh: str) -> None:
+    """Said as what it is."""
+
+    def other(rank: int) -> nn.Module:
+        return Net(lambda m, ids, y: F.cross_entropy(m.l(m.k(m.e(ids))), y), e=nn.Embedding(16, 8), k=nn.Linear(8, 8), l=nn.Linear(8, 16))
+
+    error = each(mesh, on(5, _same), model=lambda rank: other(rank) if rank == 1 else lm(), good=None)
+    assert error.what == "rank 1 has another model than rank 0" and "k.weight" in error.why, error
+    error = each(mesh, on(5, _same), model=lambda rank: lm().train(rank == 0), good=None)
+    assert error.what == "rank 1 has another training flag than rank 0" and error.why == "eval against train", error
+
+
+def _same(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return rows
