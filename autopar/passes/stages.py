@@ -39,10 +39,13 @@ def cut_points(program: Program, cuts: Sequence[str]) -> Points:
     forward = [n for n in program.nodes if n.phase == "forward" and n.region == "body"]
     positions: list[int] = []
     for path in cuts:
-        at = next((k for k, n in enumerate(forward) if f"{n.where.module}.".startswith(f"{path}.")), None)
+        at = next((k for k, n in enumerate(forward) if path and f"{n.where.module}.".startswith(f"{path}.")), None)
         if at is None:
+            lifted = any(f"{n.where.module}.".startswith(f"{path}.") for n in program.nodes)
             raise PlanError(
-                f"no stage can begin at {path!r}: nothing is computed there", hint="the path of a module that the forward calls"
+                f"no stage can begin at {path!r}: nothing that depends on samples is computed there",
+                why="what it computes is the same for all samples" if path and lifted else "",
+                hint="the path of a module that the forward calls; of one in several places the first",
             )
         if at <= (positions[-1] if positions else 0):
             before = f"stage {len(positions)}, {cuts[len(positions) - 1]!r}," if positions else "the model"

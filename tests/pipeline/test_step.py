@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import make_options, verify
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.layout.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.comm import Comm
@@ -165,3 +165,17 @@ def test_weights_of_rank_0_reach_every_stage(mesh: str) -> None:
     wanted = chain().state_dict()
     for found in run_simulated(parsed, rank):
         assert all(torch.equal(found[n], t) for n, t in wanted.items())
+
+
+@pytest.mark.parametrize("path", ["nothing", "", "places"])
+def test_a_cut_where_no_stage_can_begin(path: str) -> None:
+    """A path of no module, the model itself, a module whose work is the same for all samples."""
+    model = Net(
+        lambda m, x: m.b(m.a(x) + m.places(torch.arange(1))).square().mean(),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(8, 8),
+        places=nn.Embedding(8, 8),
+    )
+    with pytest.raises(PlanError, match=f"no stage can begin at '{path}'") as caught:
+        verify(model, Mesh.parse("pp=2"), ROWS, plan=Plan(microbatches=2, cuts=(path,)))
+    assert ("same for all samples" in caught.value.why) == (path == "places")

@@ -63,7 +63,9 @@ def test_first_error_is_everyones(procs: Pools, kind: str, mesh: str) -> None:
 SLOW = [pytest.param(kind, mesh, marks=pytest.mark.slow) for kind in ("kill", "hang", "exit") for mesh in ("tp=2", "dp=4")]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [("kill", "dp=2,tp=2"), ("kill", "pp=2"), ("kill", "dp=2,pp=2"), ("hang", "dp=2"), ("hang", "pp=2"), *SLOW])
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [("kill", "dp=2,tp=2"), ("kill", "pp=2"), ("kill", "dp=2,pp=2"), ("hang", "dp=2"), ("hang", "pp=2"), *SLOW]
+)
 def test_ranks_that_vanish(procs: Pools, kind: str, mesh: str) -> None:
     check(procs, kind, mesh)
 
