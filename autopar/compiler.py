@@ -85,9 +85,7 @@ class Compiled:
             raise InputError(f"there is no stage {number}", why=f"there are {len(placement)} stages, from 0 on")
         if number not in staged.programs:
             held = ", ".join(map(str, staged.programs))
-            raise InputError(
-                f"stage {number} is not on this rank, which holds {held}", hint=f"ranks with pp={placement[number]} hold it"
-            )
+            raise InputError(f"stage {number} is not on this rank, which holds {held}", hint=f"ranks with pp={placement[number]} hold it")
         return staged.programs[number], staged.modules[number]
 
 
