@@ -112,7 +112,7 @@ def cut_pipeline(
         check_local(final)
         check_buckets(final, program)
         progress.at("emit")
-        modules[s] = emit_stage(final, kinds=kinds, title=f"{title} Stage {s} of {stages}.")
+        modules[s] = emit_stage(final, kinds=kinds, title=title)
         finals[s] = final
         buckets += made
     homes: dict[str, tuple[int, ...]] = {}

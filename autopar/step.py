@@ -39,7 +39,7 @@ from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
 from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state
-from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.pipeline import Pipeline, save_stages
 from autopar.runtime.random import step_key
 from autopar.runtime.update import update, waited
 from autopar.sources import code_digest
@@ -387,14 +387,20 @@ class Step:
         return self._need_compiled().stage(stage)[1].source
 
     def save_source(self, folder: str | Path) -> Path:
-        """Writes the generated module and what it needs to run without the compiler (``autopar.runtime.executor.load``)."""
+        """Writes the generated module and what it needs to run without the compiler (``autopar.runtime.executor.load``).
+
+        On a mesh with stages a rank writes those that it runs, a module each, for ``autopar.runtime.pipeline.load``.
+        """
         compiled, folder = self._need_compiled(), Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        self._plan.save(folder / "plan.json")
+        run = self.executable()
+        if isinstance(run, Pipeline):
+            return save_stages(run, folder, self._comm.coords["pp"])
         (folder / "step.py").write_text(compiled.module.source)
         (folder / "step.json").write_text(compiled.spec.to_json())
         if compiled.spec.consts:
             torch.save(dict(compiled.final.consts), folder / "step.consts.pt")
-        self._plan.save(folder / "plan.json")
         return folder / "step.py"
 
     def executable(self) -> Executable | Pipeline:

@@ -319,11 +319,15 @@ class Emitter:
         text = f"{dtype_name(kind.dtype)}[{', '.join(map(str, kind.shape))}]"
         return f"{text} of {sharding}" if sharding is not None and sharding.placements else text
 
+    def mesh(self) -> str:
+        """The ranks that run the module, in words."""
+        return str(self.program.mesh) or "one rank"
+
     def header(self) -> list[str]:
         return [
             f'"""{self.title or "The training step of one rank."}',
             "",
-            f"Mesh: {str(self.program.mesh) or 'one rank'}. Ranks differ only in the coordinates that their comm holds.",
+            f"Mesh: {self.mesh()}. Ranks differ only in the coordinates that their comm holds.",
             '"""',
             "",
             "import torch",

@@ -155,6 +155,11 @@ class _StageEmitter(Emitter):
                 left = [n for n in left if n not in ready]
         return out + left
 
+    def mesh(self) -> str:
+        p = self.program
+        assert isinstance(p, StageProgram)
+        return f"{super().mesh()}, for stage {p.stage} of {p.stages}"
+
     def find_born(self, nodes: list[Node]) -> None:
         """No gradient of a microbatch is made in its bucket, which holds sums."""
 

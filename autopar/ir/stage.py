@@ -30,6 +30,7 @@ class StageProgram(LocalProgram):
     """
 
     stage: int = 0
+    stages: int = 1
     crossings: tuple[Crossing, ...] = ()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +62,7 @@ class _Stage:
     """A stage's module, loaded."""
 
     def __init__(self, source: str, spec: StageSpec, comm: Comm, consts: Mapping[str, Tensor], name: str, compile_segment: Any) -> None:
-        self.spec = spec
+        self.source, self.spec = source, spec
         self.names: dict[str, Any] = {"__name__": "autopar_step"}
         exec(compile(source, name, "exec"), self.names)  # noqa: S102 - running what the compiler emitted is the point
         tasks = {t.function for t in spec.tasks.values()}
@@ -295,3 +297,43 @@ class _Run:
 def _same(task: str, kind: str) -> bool:
     """Whether a task of an edge is run by an action; a whole backward runs I and W."""
     return task == kind or kind == "B" and task in ("I", "W")
+
+
+def save_stages(pipeline: Pipeline, folder: Path, at: int) -> Path:
+    """Writes the stages of coordinate ``at`` along ``pp``, for ``load``; gives the path of the first one's module."""
+    for s, stage in pipeline.stages.items():
+        (folder / f"stage{s}.py").write_text(stage.source)
+        (folder / f"stage{s}.json").write_text(stage.spec.to_json())
+        if stage.spec.consts:
+            torch.save(dict(zip(stage.spec.consts, stage.consts, strict=True)), folder / f"stage{s}.consts.pt")
+    (folder / f"step_pp{at}.json").write_text(pipeline.spec.to_json())
+    rows: list[list[Any]] = []
+    for i in pipeline.instructions:
+        if isinstance(i, Compute):
+            rows.append(["compute", i.stage, i.kind, i.microbatch])
+        else:
+            e = i.edge
+            rows.append(["send" if isinstance(i, Send) else "receive", e.source, e.made, e.target, e.wanted, i.microbatch])
+    kept = {"stages": sorted(pipeline.stages), "placement": pipeline.placement, "batch": pipeline.batch_paths, "instructions": rows}
+    (folder / f"pipeline_pp{at}.json").write_text(json.dumps(kept))
+    return folder / f"stage{min(pipeline.stages)}.py"
+
+
+def load(folder: str | Path, comm: Comm) -> Pipeline:
+    """This rank's stages from a folder written by ``step.save_source``: needs no part of the compiler."""
+    folder = Path(folder)
+    at = comm.coords.get("pp", 0)
+    data = json.loads((folder / f"pipeline_pp{at}.json").read_text())
+    instructions: list[Instruction] = []
+    for kind, *rest in data["instructions"]:
+        if kind == "compute":
+            instructions.append(Compute(*rest))
+        else:
+            instructions.append((Send if kind == "send" else Receive)(Edge(*rest[:4]), rest[4]))
+    modules = {}
+    for s in data["stages"]:
+        one = StageSpec.from_json((folder / f"stage{s}.json").read_text())
+        consts = torch.load(folder / f"stage{s}.consts.pt") if one.consts else {}
+        modules[s] = ((folder / f"stage{s}.py").read_text(), one, consts)
+    spec = Spec.from_json((folder / f"step_pp{at}.json").read_text())
+    return Pipeline(modules, data["placement"], instructions, spec, data["batch"], comm)

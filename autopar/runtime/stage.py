@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -67,3 +69,27 @@ class StageSpec:
     buffers: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
     axes: tuple[tuple[str, ...], ...]
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` reads back."""
+        data = {k: v for k, v in asdict(self).items() if k not in ("tasks", "turns", "messages")}
+        data["tasks"] = {k: [t.function, t.reads, sorted(t.frees), t.makes] for k, t in self.tasks.items()}
+        data["turns"] = sorted(self.turns)
+        data["messages"] = [
+            [m.value, m.source, m.made, m.target, m.wanted, str(m.dtype).removeprefix("torch."), m.shape] for m in self.messages
+        ]
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> StageSpec:
+        data = json.loads(text)
+        tasks = {k: Task(f, tuple(reads), frozenset(frees), tuple(makes)) for k, (f, reads, frees, makes) in data["tasks"].items()}
+        messages = tuple(Message(v, s, m, t, w, getattr(torch, dtype), tuple(shape)) for v, s, m, t, w, dtype, shape in data["messages"])
+
+        def rows(name: str) -> Any:
+            return tuple(tuple(row) for row in data[name])
+
+        return StageSpec(
+            data["stage"], tasks, rows("inputs"), tuple(data["totals"]), frozenset(data["turns"]), messages, tuple(data["consts"]),
+            tuple(data["shared"]), data["loss"], rows("grads"), rows("buffers"), rows("outputs"), rows("axes"),
+        )  # fmt: skip
