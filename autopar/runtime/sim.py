@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -53,8 +54,10 @@ class SimWorld:
         self._finished = [False] * mesh.size
         self._slots: dict[tuple[Any, int], _Slot] = {}
         self._counts: dict[tuple[Any, int], int] = {}
-        self.mail: dict[tuple[int, int, str], list[tuple[str, Tensor]]] = {}
-        self.read: dict[tuple[int, int, str], int] = {}
+        #: messages that were sent and not yet received, by sender, receiver, channel and place in it; and how many of either there were
+        self.mail: dict[tuple[int, int, str, int], tuple[str, Tensor]] = {}
+        self.sent: Counter[tuple[int, int, str]] = Counter()
+        self.read: Counter[tuple[int, int, str]] = Counter()
 
     def positions(self) -> str:
         """Every rank's position, a line each."""
@@ -179,8 +182,9 @@ class SimComm(Comm):
 
     def _begin_send(self, x: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
         self._world._check()
-        sent = x.clone()
-        self._world.mail.setdefault((self.rank, peer, channel), []).append((site, sent))
+        sent, key = x.clone(), (self.rank, peer, channel)
+        self._world.mail[*key, self._world.sent[key]] = (site, sent)
+        self._world.sent[key] += 1
 
         def finish() -> Tensor:
             if not torch.equal(bits(x), bits(sent)):
@@ -191,22 +195,20 @@ class SimComm(Comm):
 
     def _begin_receive(self, out: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
         self._world._check()
-        key = (peer, self.rank, channel)
-        place = self._world.read.get(key, 0)
-        self._world.read[key] = place + 1
-        box = self._world.mail.setdefault(key, [])
+        key, mail = (peer, self.rank, channel), self._world.mail
+        place = self._world.read[key]
+        self._world.read[key] += 1
         if out.is_floating_point():
             out.fill_(float("nan"))
 
         def finish() -> Tensor:
-            self._world.block(self.rank, f"receive ({channel}) from rank {peer} at {site}", lambda: len(box) > place)
-            theirs, x = box[place]
+            self._world.block(self.rank, f"receive ({channel}) from rank {peer} at {site}", lambda: (*key, place) in mail)
+            theirs, x = mail.pop((*key, place))
             if theirs != site or x.shape != out.shape or x.dtype != out.dtype:
                 raise CommError(
                     f"rank {peer} sent {theirs} in place {place} of its channel {channel!r} to rank {self.rank}, which expects {site}",
                     why=f"{x.dtype}{list(x.shape)} was sent, {out.dtype}{list(out.shape)} is expected", where=site,
                 )  # fmt: skip
-            box[place] = (theirs, x.new_empty(0))
             return out.copy_(x)
 
         return finish

@@ -83,7 +83,7 @@ def ranks(mesh: str, model: nn.Module, use: Callable[[Step, int], Any], **option
         held = copy.deepcopy(model)  # as its user would: a step alone doesn't keep it
         return use(Step(held, parsed, comm, chosen), comm.rank)
 
-    return run_simulated(parsed, rank, timeout=30.0)
+    return run_simulated(parsed, rank, timeout=120.0)
 
 
 def first_step(step: Step, rank: int, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
