@@ -40,8 +40,11 @@ class Model:
             table[column] = table.get(column, 0.0) + coefficient
         self.rows.append((low, high, list(table), list(table.values())))
 
-    def solve(self, seconds: float = 60.0, gap: float = 1e-6) -> list[float]:
-        """The values of all columns at the optimum. Raises PlanError where there is none."""
+    def solve(self, seconds: float = 3600.0, gap: float = 1e-6) -> list[float]:
+        """The values of all columns at the optimum. Raises PlanError where there is none.
+
+        ``seconds`` only ends what would never end: the best of what was found till then would be another choice on another rank.
+        """
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.cost), len(self.rows)
         lp.col_cost_ = np.array(self.cost)
@@ -64,8 +67,8 @@ class Model:
         solver.passModel(lp)
         solver.run()
         status = solver.getModelStatus()
-        if status != highspy.HighsModelStatus.kOptimal and not (
-            status == highspy.HighsModelStatus.kTimeLimit and solver.getInfo().primal_solution_status == 2
-        ):
+        if status == highspy.HighsModelStatus.kTimeLimit:
+            raise PlanError(f"choosing shardings took longer than {seconds:g} s", hint="pin some: Plan(shard={...})")
+        if status != highspy.HighsModelStatus.kOptimal:
             raise PlanError(f"no sharding satisfies the constraints ({solver.modelStatusToString(status)})")
         return list(solver.getSolution().col_value)
