@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,12 +78,16 @@ class Runner:
     Attributes:
         step: one training step on a global batch; this rank's share of the loss (``mean_of_ranks``) or the loss itself.
         mean_of_ranks: the loss is the mean over ranks of what ``step`` returns.
+        loss_at: otherwise it is what this rank returns.
         metrics: figures of the last step that the contestant keeps itself, by name.
+        after: more of them, for which ranks talk to each other: asked once a block, while the clock stands.
     """
 
     step: Callable[[Batch], Tensor]
     mean_of_ranks: bool = False
+    loss_at: int = 0
     metrics: Callable[[], dict[str, float]] = field(default=lambda: dict[str, float]())
+    after: Callable[[], dict[str, float]] = field(default=lambda: dict[str, float]())
 
 
 # -- contestants
@@ -357,7 +361,7 @@ def everyone(value: Any) -> list[Any]:
     return found
 
 
-def race(settings: Settings) -> dict[str, Any]:
+def race(settings: Settings, contestants: Mapping[str, Contestant] = CONTESTANTS) -> dict[str, Any]:
     """Alternating blocks of steps of all contestants; the first block warms up. Times are those of the slowest rank."""
     data = batches(settings)
     here = [name for name in settings.names if name != "plain" or dist.get_rank() == 0]
@@ -366,7 +370,7 @@ def race(settings: Settings) -> dict[str, Any]:
         dist.barrier()
         begun = time.perf_counter()
         if name in here:
-            runners[name] = CONTESTANTS[name].make(settings)
+            runners[name] = contestants[name].make(settings)
         first[name] = time.perf_counter() - begun
     losses: dict[str, list[Tensor]] = {name: [] for name in settings.names}
     seconds: dict[str, list[float]] = {name: [] for name in settings.names}
@@ -393,6 +397,8 @@ def race(settings: Settings) -> dict[str, Any]:
             settle()
             dist.barrier()
             after = interface_bytes()
+            if block and name in here:
+                own[name].append(runners[name].after())
             if block:
                 seconds[name].append(took / settings.steps)
                 work[name].append(worked / settings.steps)
@@ -415,14 +421,20 @@ def race(settings: Settings) -> dict[str, Any]:
     }  # fmt: skip
     ranks = everyone(mine)
     means = {name for name, runner in runners.items() if runner.mean_of_ranks}
+    at = {name: runner.loss_at for name, runner in runners.items()}
 
     def loss(name: str) -> list[float]:
         told = [r["losses"][name] for r in ranks]
-        return [sum(values) / len(values) for values in zip(*told)] if name in means else told[0]
+        return [sum(values) / len(values) for values in zip(*told)] if name in means else told[at.get(name, 0)]
 
-    def mean(name: str, key: str) -> float | None:
-        values = [m[key] for m in ranks[0]["own"][name] if key in m]
+    def median(values: list[float]) -> float | None:
         return statistics.median(values) if values else None
+
+    def figures(name: str, rank: int) -> dict[str, float | None]:
+        found = ranks[rank]["own"][name]
+        told = {key: median([m[key] for m in found if key in m]) for m in found for key in m}
+        told |= {key: median(ranks[rank][key][name]) for key in ("work", "wire")}
+        return told | {"whole": max(ranks[rank]["whole"], ranks[rank]["peak"])}
 
     return {
         name: {
@@ -430,9 +442,10 @@ def race(settings: Settings) -> dict[str, Any]:
             "seconds": [max(values) for values in zip(*(r["seconds"][name] for r in ranks))],
             "work": ranks[0]["work"][name],
             "first": max(r["first"][name] for r in ranks),
-            "wire": statistics.median(ranks[0]["wire"][name]) if ranks[0]["wire"][name] else None,
-            "sent": mean(name, "sent"),
-            "exposed": mean(name, "exposed"),
+            "wire": figures(name, 0)["wire"],
+            "sent": figures(name, 0).get("sent"),
+            "exposed": figures(name, 0).get("exposed"),
+            "ranks": [figures(name, rank) for rank in range(len(ranks))],
             "peak": max(r["peak"] for r in ranks[: 1 if name == "plain" else None]),
             "whole": max(max(r["whole"], r["peak"]) for r in ranks[: 1 if name == "plain" else None]),
         }
@@ -477,13 +490,13 @@ def count_bytes(settings: Settings) -> list[list[Any]]:
     return lines
 
 
-def worker(settings: Settings, out: Path) -> None:
+def worker(measure: Callable[[], Any], out: Path) -> None:
     """One rank. Rank 0 writes what was found."""
     torch.set_num_threads(1)
     # many models are compiled in these processes, and none of them may fall back to eager
     torch.compiler.config.recompile_limit, torch.compiler.config.fail_on_recompile_limit_hit = 64, True
     dist.init_process_group("gloo")
-    found = count_bytes(settings) if settings.check_bytes else race(settings)
+    found = measure()
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
@@ -512,12 +525,16 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run_ranks(settings: Settings, link: str, ranks: int = 2) -> Any:
-    """Runs the workers on this host or on emulated ones, and returns what they found. Raises RuntimeError with their last words."""
+def run_ranks(settings: Settings, link: str, ranks: int = 2, script: str = __file__) -> Any:
+    """Runs the workers on this host or on emulated ones, and returns what they found. Raises RuntimeError with their last words.
+
+    Args:
+        script: what every rank runs, with ``--worker`` and ``--out``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "found.json"), Path(folder, "log")
         told = json.dumps(settings.__dict__)
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", told, "--out", str(out)]
+        command = [sys.executable, str(Path(script).resolve()), "--worker", told, "--out", str(out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), "HOSTS_LOG": str(log)}
         if len(settings.names) == 1:  # a first step is one without what earlier runs have compiled
             env["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "compiled"))
@@ -653,7 +670,8 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(Settings(**json.loads(args.worker)), Path(args.out))
+        told = Settings(**json.loads(args.worker))
+        worker(partial(count_bytes if told.check_bytes else race, told), Path(args.out))
         return 0
     if args.check_bytes:
         return check_bytes(args.timeout)
