@@ -5,14 +5,15 @@ A task takes the values that it reads and gives those that others read; who keep
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autopar.codegen.emit import Emitter, delete
+from autopar.codegen.emit import Emitter, _Statement, delete
 from autopar.codegen.memory import overwritten
-from autopar.codegen.render import bracket
+from autopar.codegen.render import assign, bracket
 from autopar.ir.program import Node, Output, Region
 from autopar.ir.stage import StageProgram, find_weight, tasks_of
 from autopar.runtime.stage import Message, StageSpec, Task
@@ -78,6 +79,8 @@ def emit_stage(program: StageProgram, *, kinds: Container[str] = "B", title: str
 @dataclass
 class _StageEmitter(Emitter):
     kinds: Container[str] = "B"
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)  # total -> its bucket's flat tensor, and its place there
+    products: dict[str, Node] = field(default_factory=dict)  # share of a total -> the matrix product that makes it, right into the total
 
     def emit(self) -> StageModule:
         p = self.program
@@ -88,6 +91,7 @@ class _StageEmitter(Emitter):
         fixed = sorted(self.constant_nodes())
         main = [n for k, n in enumerate(p.nodes) if k not in set(fixed)]
         self.uses = Counter(r for n in main for r in n.refs())
+        self.find_places(main)
         tasks = self.tasks(p, main)
         unchanging = [o for k in fixed for o in p.nodes[k].outs if o] + [i.name for i in p.inputs if i.kind in ("const", "tangent")]
         bodies = {kind: self.task(nodes, beside(kind, tasks), set(unchanging)) for kind, nodes in tasks.items()}
@@ -159,6 +163,51 @@ class _StageEmitter(Emitter):
         p = self.program
         assert isinstance(p, StageProgram)
         return f"{super().mesh()}, for stage {p.stage} of {p.stages}"
+    def find_places(self, nodes: list[Node]) -> None:
+        """The totals that are gradients: they are summed in their bucket, and products of matrices are added to them as they are made.
+
+        A total in memory of its own would be as large as all gradients of the stage, and a fresh one in each turn; a product too.
+        """
+        p = self.program
+        producers = {o: n for n in nodes for o in n.outs if o}
+        kept = {o.value for o in p.outputs}
+        for pack in nodes:
+            if pack.op != "autopar.pack":
+                continue
+            offset = 0
+            for ref in pack.args[0]:
+                kind, total = p.types[ref.name], producers.get(ref.name)
+                place, offset = f"ops.member({pack.name}, {offset}, {kind.shape})", offset + math.prod(kind.shape)
+                if total is None or total.op != "autopar.accumulate" or total.args[1] != "sum" or ref.name in self.places:
+                    continue
+                if kind.dtype != p.types[pack.name].dtype:
+                    continue
+                self.places[ref.name] = (pack.name, place)
+                (share,) = total.refs()
+                made = producers.get(share)
+                if made is not None and made.op == "aten.mm.default" and self.uses[share] == 1 and share not in kept:
+                    self.products[share] = made
+
+    def accumulate(self, node: Node) -> None:
+        if node.name not in self.places:
+            return super().accumulate(node)
+        total, (flat, place), shares = node.name, self.places[node.name], list(node.refs())
+        if len(shares) == 2:
+            first, more = assign(total, "torch.mm", [*shares, f"out={place}"], 8), f"{total}.addmm_({', '.join(shares)})"
+        else:
+            first, more = assign(total, f"{place}.copy_", shares, 8), f"{total}.add_({shares[0]})"
+        lines = [f"    if {total} is None:", *first, "    else:", f"        {more}"]
+        self.statements.append(_Statement(lines, [total], [*shares, flat], "body", "accumulate"))
+        return None
+
+    def joined(self, nodes: list[Node]) -> list[Node]:
+        """The nodes of a task, a product together with the total that it is added to."""
+        here = {n.name for n in nodes if n.name in self.products}
+        out = [n for n in nodes if n.name not in here]
+        return [
+            n.with_args(*self.products[n.refs()[0]].args, n.args[1]) if n.op == "autopar.accumulate" and n.refs()[0] in here else n
+            for n in out
+        ]
 
     def find_born(self, nodes: list[Node]) -> None:
         """No gradient of a microbatch is made in its bucket, which holds sums."""
@@ -169,13 +218,14 @@ class _StageEmitter(Emitter):
     def task(self, nodes: list[Node], others: dict[str, list[Node]], unchanging: set[str]) -> _Body:
         """The body of the function of a task's nodes, beside the tasks that run in the same step."""
         p = self.program
+        apart, nodes = nodes, self.joined(nodes)
         inside = [o for n in nodes for o in n.outs if o]
         elsewhere = {r for theirs in others.values() for n in theirs for r in n.refs()}
         leaving = elsewhere | {o.value for o in p.outputs} | {n.name for n in nodes if n.op == "autopar.accumulate"}
         makes = tuple(v for v in dict.fromkeys(inside) if v in leaving)
         self.statements = []
         if not self.tensor_sites:
-            self.over = overwritten(replace(p, outputs=tuple(Output(v, "sent", "") for v in makes)), nodes)
+            self.over = overwritten(replace(p, outputs=tuple(Output(v, "sent", "") for v in makes)), apart)
         self.region("body", nodes, set(makes))
         reads: dict[str, None] = {}
         defined: set[str] = set()
