@@ -163,6 +163,7 @@ class _StageEmitter(Emitter):
         p = self.program
         assert isinstance(p, StageProgram)
         return f"{super().mesh()}, for stage {p.stage} of {p.stages}"
+
     def find_places(self, nodes: list[Node]) -> None:
         """The totals that are gradients: they are summed in their bucket, and products of matrices are added to them as they are made.
 

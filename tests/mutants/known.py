@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: the program means the same with the change: not counted.
 EQUIVALENT: dict[str, str] = {
-    "codegen.emit _Emitter.body: loop and looped → loop or looped": "what it gives is read only where there is a loop",
+    "codegen.emit Emitter.body: loop and looped → loop or looped": "what it gives is read only where there is a loop",
     "passes.canonicalize _mse: b.call('aten.sub.Tensor', n.args[0], n.args[1]) → b.call('aten.sub.Tensor', n.args[1], n.args[0])":
         "the difference is squared",
     "passes.canonicalize _addmm: 1 → 2 (number 3)": "alpha = 1 is multiplied instead of left out",
@@ -37,8 +37,8 @@ EQUIVALENT: dict[str, str] = {
     "rules.rule refine: y > x → y >= x": "where they are equal the branch before was taken",
     "passes.insert_collectives _Inserter.want: have.partial_axes() and name in self.producer → name in self.producer":
         "the source line beside a collective",
-    "codegen.emit _Emitter.driver: len(returned) > 1 → len(returned) >= 1": "brackets around what is returned",
-    "codegen.emit _Emitter.constant_nodes: for o in node.outs if o → for o in node.outs": "nobody reads an output without a name",
+    "codegen.emit Emitter.driver: len(returned) > 1 → len(returned) >= 1": "brackets around what is returned",
+    "codegen.emit Emitter.constant_nodes: for o in node.outs if o → for o in node.outs": "nobody reads an output without a name",
     "rules.atoms analyse: if name in matrices: used.add(matrices[name]) for d in dims[ … eature') → dropped":
         "a mark that the search for a layout goes by: another layout, as right",
     "codegen.render literal: isinstance(value, float) and (not math.isfinite(value)) → "

@@ -45,9 +45,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "autopar.passes.buckets": ("make_buckets", "bucketize"),
     "autopar.passes.microbatch": ("*",),
     "autopar.codegen.emit": (
-        "_Emitter.run", "_Emitter.constant_nodes", "_Emitter.region", "_Emitter.find_born", "_Emitter.start", "_Emitter.pack",
-        "_Emitter.view", "_Emitter.accumulate",
-        "_Emitter.segment", "_Emitter.constants", "_Emitter.driver", "_Emitter.body",
+        "Emitter.run", "Emitter.constant_nodes", "Emitter.region", "Emitter.find_born", "Emitter.start", "Emitter.pack",
+        "Emitter.view", "Emitter.accumulate",
+        "Emitter.segment", "Emitter.constants", "Emitter.driver", "Emitter.body",
     ),
     "autopar.codegen.memory": ("overwritten",),
     "autopar.codegen.render": ("literal", "offset", "call"),

@@ -17,7 +17,7 @@ FAULTS = {
     "passes.buckets make_buckets: members[-1].offset + members[-1].numel → members[-1].offset - members[-1].numel": "verifier",
     "passes.buckets bucketize: if axis in bucket.partial: continue → dropped": "",
     "passes.microbatch _Splitter.final: if held.placement == REPLICATE: return held.name → dropped": "",
-    "codegen.emit _Emitter.region: wait(node.refs()) → dropped": "verify",
+    "codegen.emit Emitter.region: wait(node.refs()) → dropped": "verify",
     "runtime.executor own: index * part → index // part": "verify",
     "runtime.executor paste: x.copy_(piece.reshape(sharding.local_atoms(mesh))) → dropped": "verify",
 }
