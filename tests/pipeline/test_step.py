@@ -113,7 +113,7 @@ def test_a_rank_shows_the_stages_that_it_holds() -> None:
         step.compile(step.shard(ROWS))
         held, other = ((0, 3), 1) if rank == 0 else ((1, 2), 3)
         assert step.source() == step.source(held[0]) and step.graph() == step.graph(held[0])
-        assert [f"Stage {s} of 4" in step.source(s) for s in held] == [True, True]
+        assert [f"stage {s} of 4" in step.source(s) for s in held] == [True, True]
         assert "backward" in step.graph(held[1]) and step.graph(held[0]) != step.graph(held[1])
         with pytest.raises(InputError, match=f"stage {other} is not on this rank, which holds {held[0]}, {held[1]}"):
             step.graph(other)
