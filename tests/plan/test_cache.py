@@ -123,7 +123,7 @@ CHANGES: Mapping[str, Mapping[str, Any] | Callable[[], AbstractContextManager[An
     "rules": {"rules": [autopar.rule("aten.gelu.default", "* -> *")]},
     "torch": lambda: mock.patch.object(torch, "__version__", "2.99"),
     "solver": lambda: mock.patch.object(caches, "version", lambda name: "9"),
-    "autopar": lambda: mock.patch.object(caches, "_sources", lambda: "other sources"),
+    "autopar": lambda: mock.patch.object(caches, "code_digest", lambda: "other sources"),
     "default dtype": lambda: mock.patch.object(torch, "get_default_dtype", lambda: torch.float64),
 }
 

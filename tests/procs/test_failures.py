@@ -54,18 +54,20 @@ def check(procs: Pools, kind: str, mesh: str) -> None:
             assert re.search(r"where: \S*failure_jobs.py:\d+ in ", text), text
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2", "pp=2", "pp=2,dp=2", "dp=2,pp=2"])
+#: more than the others need to be run each time.
+SELDOM = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("pp=2", "dp=2,pp=2")]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2", "pp=2,dp=2", *SELDOM])
 @pytest.mark.parametrize("kind", ["forward", "backward", "between", "skip"])
 def test_first_error_is_everyones(procs: Pools, kind: str, mesh: str) -> None:
     check(procs, kind, mesh)
 
 
-SLOW = [pytest.param(kind, mesh, marks=pytest.mark.slow) for kind in ("kill", "hang", "exit") for mesh in ("tp=2", "dp=4")]
+SLOW = [pytest.param(kind, mesh, marks=pytest.mark.slow) for kind in ("kill", "hang", "exit") for mesh in ("tp=2", "dp=4", "pp=2")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"), [("kill", "dp=2,tp=2"), ("kill", "pp=2"), ("kill", "dp=2,pp=2"), ("hang", "dp=2"), ("hang", "pp=2"), *SLOW]
-)
+@pytest.mark.parametrize(("kind", "mesh"), [("kill", "dp=2,tp=2"), ("kill", "dp=2,pp=2"), ("hang", "dp=2"), *SLOW])
 def test_ranks_that_vanish(procs: Pools, kind: str, mesh: str) -> None:
     check(procs, kind, mesh)
 
