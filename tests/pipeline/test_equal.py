@@ -53,7 +53,7 @@ def cells() -> list[Staged]:
 
 #: shardings of cells unrolled by hand take a minute to choose.
 CELLS = [
-    pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if n % 3 or "cells" in cell.model.name else [])
+    pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if n % 5 or "cells" in cell.model.name else [])
     for n, cell in enumerate(cells())
 ]
 
@@ -64,7 +64,7 @@ def test_matrix(cell: Staged) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_schedules(schedule: str, count: int) -> None:
     """A tied model, so that a parameter and its gradient cross, with fewer and more microbatches than stages."""
     (model,) = (m for m in MODELS if m.name == "HF GPT-2 sdpa")
