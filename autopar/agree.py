@@ -46,6 +46,15 @@ def compare_ranks(comm: Comm, mine: Mapping[str, Any], site: str) -> None:
         first_difference(comm.exchange(mine, site=site))
 
 
+def compare_stages(comm: Comm, mine: Mapping[str, Any], site: str) -> None:
+    """Every rank's table must be that of the first rank with its coordinate along ``pp``: others run other stages. Collective."""
+    everyone = comm.exchange(mine, site=site)
+    stages = [comm.mesh.coords(rank).get("pp", 0) for rank in range(comm.mesh.size)]
+    for stage in dict.fromkeys(stages):
+        ranks = [rank for rank, other in enumerate(stages) if other == stage]
+        first_difference([everyone[rank] for rank in ranks], ranks)
+
+
 def first_difference(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int] | None = None) -> None:
     """Raises InputError, the same on every rank, where a rank's table differs from the first rank's; ``ranks``: whose they are."""
     for n, theirs in enumerate(everyone):
@@ -132,10 +141,7 @@ def compare_call(
             first_difference(comm.exchange(mine, site="difference"))
         stages = [mesh.coords(rank).get("pp", 0) for rank in range(mesh.size)]
         if len(set(zip(stages, (said[1] for said in everyone)))) > mesh["pp"]:
-            theirs = comm.exchange(held, site="difference")
-            for stage in dict.fromkeys(stages):
-                ranks = [rank for rank, other in enumerate(stages) if other == stage]
-                first_difference([theirs[rank] for rank in ranks], ranks)
+            compare_stages(comm, held, "difference")
         first: dict[int, tuple[int, int]] = {}
         for rank, (_, _, data, digested, *_) in enumerate(everyone):
             other, known = first.setdefault(data, (rank, digested))

@@ -73,6 +73,11 @@ class Compiled:
         """What this rank runs: one program, or those of its stages."""
         return (self.final,) if self.pipeline is None else tuple(self.pipeline.programs.values())
 
+    @property
+    def modules(self) -> tuple[Module | StageModule, ...]:
+        """Their modules."""
+        return (self.module,) if self.pipeline is None else tuple(self.pipeline.modules.values())
+
     def stage(self, number: int | None = None) -> tuple[LocalProgram, Module | StageModule]:
         """The program of a stage of this rank (None: its first) and its module. Raises InputError where this rank doesn't run it."""
         if self.pipeline is None:

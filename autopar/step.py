@@ -38,10 +38,10 @@ from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_pla
 from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state
+from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, waited
 from autopar.runtime.pipeline import Pipeline, save_stages
 from autopar.runtime.random import step_key
-from autopar.runtime.update import update, waited
+from autopar.runtime.update import update
 from autopar.sources import code_digest
 
 #: what a program gives: loss, gradients by bucket, new buffers by path, outputs
@@ -613,9 +613,11 @@ class Step:
         self._agree_on_model()
         compiled = agree.together(self._comm, lambda: self._program(call, tree, tensors), "compile")
         # what the ranks run is the same text, whatever their models look like
-        text = hashlib.sha256((_source(compiled) + compiled.spec.to_json()).encode()).hexdigest()[:16]
+        source = "\n".join(m.source for m in compiled.modules)
+        text = hashlib.sha256((source + compiled.spec.to_json()).encode()).hexdigest()[:16]
         if len(set(self._comm.exchange((self._comm.coords.get("pp", 0), text), site="program"))) > self.mesh["pp"]:
-            agree.compare_ranks(self._comm, {"state of its model": self._followed.told(), "program": text}, "model state")
+            agree.compare_ranks(self._comm, {"state of its model": self._followed.told()}, "model state")
+            agree.compare_stages(self._comm, {"program": text}, "program")
         run = self._load(compiled)
         if self._train is None:
             self._begin(compiled)
@@ -794,12 +796,6 @@ class Step:
             "loss": loss, "grad_norm": norm, "step_s": seconds, "tokens_per_s": tokens / seconds if seconds else 0.0,
             "comm_bytes": sent, "exposed_comm_s": waited, "records": records,
         }  # fmt: skip
-
-
-def _source(compiled: Compiled) -> str:
-    """The text of all that a rank runs."""
-    modules = [compiled.module] if compiled.pipeline is None else compiled.pipeline.modules.values()
-    return "\n".join(m.source for m in modules)
 
 
 def _at_exit(step: Callable[[], Step | None]) -> None:

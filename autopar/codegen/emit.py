@@ -77,6 +77,8 @@ def emit(program: LocalProgram, title: str = "", *, tensor_sites: bool = False) 
 
 @dataclass
 class Emitter:
+    """Makes the text of one program; that of a stage's tasks (``codegen/stages.py``) is made by a subclass."""
+
     program: LocalProgram
     title: str
     tensor_sites: bool = False
@@ -458,6 +460,7 @@ def _offsets(node: Node) -> list[Offset]:
 
 
 def delete(values: list[str], indent: int) -> list[str]:
+    """``del`` lines for values, as many on a line as fit."""
     pad, lines = " " * indent, []
     while values:
         take = 1

@@ -78,7 +78,10 @@ class Inspection:
             "bytes_by_axis": tables.by_axis(rows),
             "uneven": [{**asdict(r), "text": str(r)} for r in tables.uneven_rows(self.compiled, self.plan)],
             "memory": {f"zero{level}": {r.what: r.bytes[n] for r in memory} for n, level in enumerate(tables.LEVELS)},
-            "segments": {"distinct": self.compiled.module.segments, "calls": self.compiled.module.calls},
+            "segments": {
+                "distinct": sum(m.segments for m in self.compiled.modules),
+                "calls": sum(m.calls for m in self.compiled.modules),
+            },  # fmt: skip
             **self._stages(),
             "compile_s": self.seconds,
             "compile_s_by_stage": dict(self.compiled.seconds),

@@ -220,13 +220,12 @@ def _short(code: str, most: int = 48) -> str:
 def head(compiled: Compiled, plan: Plan) -> str:
     """The plan in a few lines, and notes on what could not be had."""
     spec = compiled.spec
-    modules = [compiled.module] if compiled.pipeline is None else list(compiled.pipeline.modules.values())
     seconds = ", ".join(f"{axis} {s * 1e3:.3g} ms" for axis, s in compiled.layout.seconds.items()) or "nothing to choose"
     lines = [
         f"mesh {str(spec.mesh) or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es), "
         f"sequence {'on' if plan.sequence else 'off'}",
         f"predicted seconds of work and communication that the choice of shardings was made by: {seconds}",
-        f"segments: {sum(m.segments for m in modules)} distinct, called {sum(m.calls for m in modules)} times",
+        f"segments: {sum(m.segments for m in compiled.modules)} distinct, called {sum(m.calls for m in compiled.modules)} times",
     ]
     return "\n".join([*lines, *compiled.layout.notes])
 

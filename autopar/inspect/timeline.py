@@ -114,8 +114,10 @@ def make_timeline(schedule: Schedule, ranks: Sequence[tuple[float, Sequence[Span
     Args:
         ranks: for every coordinate along ``pp`` the time of the clock at which its step began, and its spans since then.
     """
-    zero = min(begun + s.begin - s.waited for begun, spans in ranks for s in spans)
-    measured = tuple(tuple(s.later(begun - zero) for s in spans) for begun, spans in ranks)
+    # differences of the clock first: a time of day leaves no digits for parts of a microsecond
+    base = min(begun for begun, _ in ranks)
+    zero = min(begun - base + s.begin - s.waited for begun, spans in ranks for s in spans)
+    measured = tuple(tuple(s.later(begun - base - zero) for s in spans) for begun, spans in ranks)
     means = mean_times([s for spans in measured for s in spans])
     stages = range(schedule.stages)
     forward = [means.get((s, "F"), 0.0) for s in stages]

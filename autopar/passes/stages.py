@@ -83,6 +83,7 @@ class _Cutter:
         self.stage = self.place(self.program)
         self.users = self.program.users()
         self.home = self.homes()
+        self.named: dict[tuple[str, str], str] = {(i.kind, i.path): i.name for i in self.program.inputs}
         self.running = tasks_of(self.program)
 
     # -- which stage
@@ -257,13 +258,8 @@ class _Cutter:
 
     def is_output_of(self, output: Output, stage: int) -> bool:
         """Gradients go where their parameter lives, buffers where they are written, the loss and the model's outputs to all."""
-        if output.kind == "grad":
-            name = next(i.name for i in self.program.inputs_of("param") if i.path == output.path)
-            return stage in self.home[name]
-        if output.kind == "buffer":
-            name = next(i.name for i in self.program.inputs_of("buffer") if i.path == output.path)
-            return stage in self.home[name]
-        return True
+        kind = {"grad": "param", "buffer": "buffer"}.get(output.kind)
+        return kind is None or stage in self.home[self.named[kind, output.path]]
 
     def make(self, stage: int, nodes: list[Node], outputs: list[Output], crossings: list[Crossing]) -> StageProgram:
         program = self.program

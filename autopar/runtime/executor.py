@@ -177,6 +177,11 @@ def own(flat: Tensor, bucket: Bucket, comm: Comm, zero: int) -> Tensor:
     return flat[index * part : (index + 1) * part]
 
 
+def waited(grads: Sequence[Tensor | Handle]) -> tuple[Tensor, ...]:
+    """The gradients, when all reductions are over."""
+    return tuple(g.wait() if isinstance(g, Handle) else g for g in grads)
+
+
 class Executable:
     """An emitted module, loaded. ``run`` calls its ``step`` on a state.
 
@@ -216,7 +221,7 @@ class Executable:
         Gradients live in buffers that the next run writes to.
         """
         loss, grads, fresh, outputs = self.start(state, batch, key)
-        return loss, tuple(g.wait() if isinstance(g, Handle) else g for g in grads), fresh, outputs
+        return loss, waited(grads), fresh, outputs
 
     def start(
         self, state: State, batch: Sequence[Tensor], key: Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm import Comm, Handle
-from autopar.runtime.executor import Spec, State
+from autopar.runtime.executor import Spec, State, waited
 from autopar.runtime.stage import Message, StageSpec
 from autopar.schedule.edge import Edge
 from autopar.schedule.lower import Compute, Instruction, Receive, Send
@@ -129,7 +129,7 @@ class Pipeline:
     ) -> tuple[Tensor | None, tuple[Tensor, ...], dict[str, Tensor], tuple[Tensor, ...]]:
         """(loss, gradients by bucket, new buffers by path, outputs)."""
         loss, grads, fresh, outputs = self.start(state, batch, key)
-        return loss, tuple(g.wait() if isinstance(g, Handle) else g for g in grads), fresh, outputs
+        return loss, waited(grads), fresh, outputs
 
     def start(
         self, state: State, batch: Sequence[Tensor], key: Tensor

@@ -43,8 +43,3 @@ def update(
         while waiting and waiting[0] in done:  # messages travel in the order in which they were sent
             state.begin_gather(waiting.pop(0), comm)
     return tuple(found[k] for k in range(len(state.parts)))
-
-
-def waited(grads: Sequence[Tensor | Handle]) -> tuple[Tensor, ...]:
-    """The gradients, when all reductions are over."""
-    return tuple(g.wait() if isinstance(g, Handle) else g for g in grads)
