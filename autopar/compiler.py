@@ -11,7 +11,7 @@ import torch
 from autopar.codegen.emit import Module, emit
 from autopar.codegen.stages import StageModule
 from autopar.cost.device import GENERIC, Device
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
@@ -24,6 +24,7 @@ from autopar.passes.check import check_local, check_program
 from autopar.passes.check_placements import check_buckets, check_placements
 from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.interleave import interleave
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
 from autopar.passes.unsort import unsort
@@ -122,6 +123,11 @@ def compile_program(
         cache: layouts chosen before.
         coordinate: along ``pp``, of the rank to compile for: only its stages are.
     """
+    if mesh["pp"] > 1 and (plan.interleave or 1) > 1:
+        raise PlanError(
+            f"Plan(interleave={plan.interleave}) on a mesh with stages", why="a schedule of stages says itself which microbatch runs when",
+            hint="leave interleave or pp out",
+        )  # fmt: skip
     whole, mesh = mesh, mesh.without("pp")
     progress = progress or Progress()
     progress.at("canonicalize")
@@ -156,19 +162,20 @@ def compile_program(
                 rules=rules, device=device, pipeline=staged,
             )  # fmt: skip
         progress.at("buckets")
+        lanes = interleave(local, plan.interleave or 1)
         trained = any(True for _ in split.outputs_of("grad"))
         buckets: tuple[Bucket, ...]
         if like is None:
-            buckets = make_buckets(local, groups or {}, plan.buckets or CAP)
+            buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP)
         else:
-            buckets = same_buckets(like.spec.buckets, local) if trained else like.spec.buckets
-        final = fuse(bucketize(local, buckets, zero))
+            buckets = same_buckets(like.spec.buckets, lanes) if trained else like.spec.buckets
+        final = fuse(bucketize(lanes, buckets, zero))
         progress.at("check")
         check_local(final)
-        check_buckets(final, local)
+        check_buckets(final, lanes)
         progress.at("emit")
         module = emit(final, title)
-        spec = _spec(final, local, module, buckets, zero)
+        spec = _spec(final, local, module, buckets, zero, count)
         return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=bounds, rules=rules, device=device)
 
     progress.at("plan")
@@ -206,11 +213,11 @@ def _shardings(compiled: Compiled) -> dict[str, Sharding]:
     return {i.path: compiled.local.shardings[i.name] for i in compiled.local.inputs_of("param")}
 
 
-def _spec(final: LocalProgram, local: LocalProgram, module: Module, buckets: tuple[Bucket, ...], zero: int) -> Spec:
+def _spec(final: LocalProgram, local: LocalProgram, module: Module, buckets: tuple[Bucket, ...], zero: int, microbatches: int) -> Spec:
     def table(kind: str) -> dict[str, tuple[torch.dtype, Sharding]]:
         return {i.path: (local.types[i.name].dtype, local.shardings[i.name]) for i in final.inputs_of(kind)}
 
     return Spec(
         final.mesh, table("param"), table("buffer"), table("batch"), buckets, module.consts, module.new_buffers, module.outputs,
-        module.axes, module.gathers, any(True for _ in final.outputs_of("bucket")), zero, final.microbatches,
+        module.axes, module.gathers, any(True for _ in final.outputs_of("bucket")), zero, microbatches,
     )  # fmt: skip

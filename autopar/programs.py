@@ -73,10 +73,10 @@ def compile_step(
     """
     dims = find_dims(options.batch_dim, tree, tensors)
     count = microbatches_of(options.plan, mesh, next((t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None), 1))
-    plan = replace(options.plan, microbatches=count if kind == "train" and not whole else 1)
-    count = plan.microbatches or 1
-    if like is not None and any(t.shape[d] % count for t, d in zip(tensors, dims, strict=True) if d is not None):
-        plan, count = replace(plan, microbatches=1), 1  # a short last batch
+    short = like is not None and any(t.shape[d] % count for t, d in zip(tensors, dims, strict=True) if d is not None)  # a last batch
+    if kind != "train" or whole or short:
+        count = 1
+    plan = replace(options.plan, microbatches=count, interleave=options.plan.interleave if count > 1 else None)
     shapes = []
     for path, t, dim in zip(tree.paths, tensors, dims, strict=True):
         shape = list(t.shape)
@@ -104,9 +104,14 @@ def compile_step(
 
 
 def microbatches_of(plan: Plan, mesh: Mesh, rows: int) -> int:
-    """In how many microbatches a data rank's rows are run: where the plan doesn't say so, one, and with stages up to four a stage."""
+    """In how many microbatches a data rank's rows are run.
+
+    Where the plan doesn't say so, one; as many as are to run side by side; and with stages up to four a stage.
+    """
     if plan.microbatches is not None:
         return plan.microbatches
+    if plan.interleave is not None:
+        return plan.interleave
     return max(n for n in range(1, 4 * mesh["pp"] + 1) if rows % n == 0) if mesh["pp"] > 1 else 1
 
 
@@ -153,7 +158,7 @@ def cut_rows(batch: Any, mesh: Mesh, index: int, plan: Plan, batch_dim: Any = 0,
 def filled_plan(plan: Plan, compiled: Compiled) -> Plan:
     """The plan with everything that a compilation chose."""
     return plan.filled(
-        zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, mesh=str(compiled.spec.mesh),
+        zero=compiled.spec.zero, sequence=False, microbatches=compiled.spec.microbatches, interleave=1, mesh=str(compiled.spec.mesh),
         seconds=dict(compiled.layout.seconds),
         parameters={i.path: str(compiled.local.shardings[i.name]) for i in compiled.program.inputs_of("param")},
         cuts=compiled.pipeline.cuts if compiled.pipeline is not None else None,

@@ -180,13 +180,15 @@ def fsdp2(settings: Settings, compiled: bool = False) -> Runner:
     return torch_loop(model, settings, shard=True)
 
 
-def autopar_step(settings: Settings, axis: str, sequence: bool | None = None, backend: str = "eager") -> Runner:
+def autopar_step(
+    settings: Settings, axis: str, sequence: bool | None = None, backend: str = "eager", interleave: int | None = None
+) -> Runner:
     """autopar over one axis, ZeRO-1 as by default."""
     import autopar
 
     mesh = autopar.Mesh([(axis, dist.get_world_size())])
     optimizer = partial(torch.optim.AdamW, lr=settings.lr, foreach=True)
-    plan = autopar.Plan(sequence=sequence)
+    plan = autopar.Plan(sequence=sequence, interleave=interleave)
     step = autopar.parallelize(build(settings), mesh, optimizer=optimizer, plan=plan, backend=backend)
 
     def metrics() -> dict[str, float]:
@@ -281,6 +283,8 @@ CONTESTANTS = {
     "DTensor tp+seq": Contestant(partial(dtensor, sequence=True), "tp"),
     "autopar tp": Contestant(partial(autopar_step, axis="tp", sequence=False), "tp", own=True),
     "autopar tp+seq": Contestant(partial(autopar_step, axis="tp", sequence=True), "tp", own=True),
+    "autopar tp x2": Contestant(partial(autopar_step, axis="tp", sequence=False, interleave=2), "tp", own=True),
+    "autopar tp+seq x2": Contestant(partial(autopar_step, axis="tp", sequence=True, interleave=2), "tp", own=True),
     "DDP compiled": Contestant(partial(ddp, compiled=True), "dp", True),
     "DeepSpeed compiled": Contestant(partial(deepspeed, compiled=True), "dp", True, package="deepspeed"),
     "FSDP2 compiled": Contestant(partial(fsdp2, compiled=True), "dp", True),

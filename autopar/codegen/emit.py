@@ -25,6 +25,10 @@ _SITES = {"autopar.keep": 1, "autopar.uniform": 1, "autopar.normal": 1, "autopar
 _MADE_IN_PLACE = ("aten.mm.default", "autopar.embedding_backward")
 
 
+#: what a microbatch that runs beside others (passes/interleave.py) adds to its values' names; they share their segments.
+_LANE = re.compile(r"__[\d_]+$")
+
+
 @dataclass
 class _Statement:
     """A statement of the driver: its lines, what it defines and what it reads."""
@@ -106,9 +110,9 @@ class Emitter:
             order["body" if node.op == "autopar.accumulate" else node.region].append(node)
         finals = [o.value for o in p.outputs]
         self.uses = Counter(r for n in main for r in n.refs())
-        self.find_born(main)
         if not self.tensor_sites:
             self.over = overwritten(p, [n for nodes in order.values() for n in nodes])
+        self.find_born(main)
         for region, nodes in order.items():
             self.region(region, nodes, set(finals))
         used = {r for s in self.statements for r in s.reads} | set(finals)
@@ -198,7 +202,10 @@ class Emitter:
         wait([v for v in pending if v not in under_way])
 
     def find_born(self, nodes: list[Node]) -> None:
-        """Gradients whose op can write them where they belong. Not in compiled segments, which own their memory."""
+        """Gradients whose op can write them where they belong, also where further shares are added to them there.
+
+        Not in compiled segments, which own their memory.
+        """
         if self.tensor_sites or self.program.microbatches > 1:
             return
         producers = {o: n for n in nodes for o in n.outs if o}
@@ -207,9 +214,11 @@ class Emitter:
                 continue
             offset = 0
             for ref in pack.args[0]:
-                shape = self.program.types[ref.name].shape
-                if ref.name in producers and producers[ref.name].op in _MADE_IN_PLACE and self.uses[ref.name] == 1:
-                    self.born[ref.name] = f"ops.member({pack.name}, {offset}, {shape})"
+                shape, first = self.program.types[ref.name].shape, ref.name
+                while self.over.get(first) == 0:
+                    first = producers[first].refs()[0]
+                if first in producers and producers[first].op in _MADE_IN_PLACE and self.uses[first] == 1:
+                    self.born[first] = f"ops.member({pack.name}, {offset}, {shape})"
                 offset += math.prod(shape)
 
     def indent(self, region: Region) -> int:
@@ -262,10 +271,11 @@ class Emitter:
 
         def local(value: str) -> str:
             if value not in names:
-                short = value.replace(prefix, "", 1) if prefix and prefix in value else value
+                own = not prefix or prefix in value
+                short = _LANE.sub("", value.replace(prefix, "", 1) if prefix else value)
                 short = short if short.isidentifier() else f"x_{short}"
                 if value not in inside:
-                    if prefix and short == value:
+                    if not own:
                         short = "x"
                     short = fresh_name(short, set(names.values()))
                     params.append(short)

@@ -17,6 +17,7 @@ OVER = {
     "aten.div.Tensor": (0,),
     "aten.exp.default": (0,),
     "aten.neg.default": (0,),
+    "aten.addmm.default": (0,),
 }
 #: other sight of the first operand's memory, in the same order.
 _VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "unsqueeze.default", "squeeze.dim", "squeeze.dims"))

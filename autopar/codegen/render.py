@@ -52,7 +52,7 @@ def offset(value: Offset) -> str:
     for axis, stride in value.terms:
         coordinate = "mb" if axis == "mb" else f'c["{axis}"]'
         parts.append(coordinate if stride == 1 else f"{coordinate} * {stride}")
-    return " + ".join(parts) or "0"
+    return " + ".join([*parts, str(value.base)] if value.base or not parts else parts)
 
 
 #: ops that print as methods of their first tensor: op -> (method, most arguments).

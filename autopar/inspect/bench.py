@@ -31,7 +31,7 @@ _SEGMENT = re.compile(r"_(forward|backward)_\d+$")
 
 
 def regions_of_calls(source: str, segments: Sequence[str]) -> tuple[int, int, int]:
-    """How many segments the driver of a module calls before its loop over microbatches, in a turn of it, and after it.
+    """How many segments the driver of a module calls before its loop over microbatches, in all turns of it, and after it.
 
     A module without the loop has all its calls in the second place.
     """
@@ -43,7 +43,8 @@ def regions_of_calls(source: str, segments: Sequence[str]) -> tuple[int, int, in
 
     for statement in driver.body:
         if isinstance(statement, ast.For):
-            counts[1], place, looped = calls(statement), 2, True
+            assert isinstance(statement.iter, ast.Call)
+            counts[1], place, looped = calls(statement) * ast.literal_eval(statement.iter.args[0]), 2, True
         else:
             counts[place] += calls(statement)
     return (counts[0], counts[1], counts[2]) if looped else (0, counts[0], 0)
@@ -59,7 +60,7 @@ class SegmentClock:
         self._run = run
         self._segments = {name: fn for name, fn in run.names.items() if _SEGMENT.search(name) and callable(fn)}
         pre, body, _ = regions_of_calls(run.source, list(self._segments))
-        self._ends = (pre, pre + body * run.spec.microbatches)
+        self._ends = (pre, pre + body)
         self._count = 0
         self._seconds: dict[Phase, float] = {}
         self._cuda = run.comm.device.type == "cuda"

@@ -90,7 +90,7 @@ def collective_rows(compiled: Compiled, rank: int = 0) -> list[CollectiveRow]:
             where, size = node.where, sent(compiled, node, rank, program)
             line = f"{where.file}:{where.line}" if where.file else ""
             row = CollectiveRow(node.op[5:], tuple(node.args[1]), node.phase, 0, size, where.module, line, where.code)
-            table[row] = table.get(row, 0) + (compiled.spec.microbatches if node.region == "body" else 1)
+            table[row] = table.get(row, 0) + (program.microbatches if node.region == "body" else 1)
     return [CollectiveRow(r.kind, r.axes, r.phase, times, r.bytes, r.module, r.line, r.code) for r, times in table.items()]
 
 

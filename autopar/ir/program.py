@@ -29,15 +29,17 @@ class Ref:
 
 @dataclass(frozen=True)
 class Offset:
-    """A number that depends on the rank: the sum of ``coordinate along axis * stride`` (and of ``microbatch * stride`` for axis ``mb``)."""
+    """A number that depends on the rank: ``base`` and the sum of ``coordinate * stride`` over axes (of ``microbatch`` for ``mb``)."""
 
     terms: tuple[tuple[str, int], ...]
+    base: int = 0
 
     def at(self, coords: Mapping[str, int]) -> int:
-        return sum(coords[axis] * stride for axis, stride in self.terms)
+        return self.base + sum(coords[axis] * stride for axis, stride in self.terms)
 
     def __repr__(self) -> str:
-        return " + ".join(f"{axis}*{stride}" for axis, stride in self.terms) or "0"
+        terms = [f"{axis}*{stride}" for axis, stride in self.terms]
+        return " + ".join([*terms, str(self.base)] if self.base or not terms else terms)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,12 @@ def _bias(b: Bound, types: Types) -> bool:
     return bias.shape == right.shape[-1:] and bias.dtype == left.dtype == right.dtype
 
 
+def _same_type(b: Bound, types: Types) -> bool:
+    """A sum of the product's type."""
+    total, left, right = (types[b[k].name] for k in ("total", "left", "right"))
+    return total.shape == (*left.shape[:-1], right.shape[-1]) and total.dtype == left.dtype == right.dtype
+
+
 def _last_dim(b: Bound, types: Types) -> bool:
     return len(b["dims"]) == 1
 
@@ -58,6 +64,12 @@ FUSIONS = (
         _bias,
         lambda b, _: ("aten.addmm.default", (b["bias"], b["left"], b["right"])),
         "the product is written once",
+    ),
+    Fusion(
+        Op("aten.add.Tensor", ("total", Op("aten.mm.default", ("left", "right")))),
+        _same_type,
+        lambda b, _: ("aten.addmm.default", (b["total"], b["left"], b["right"])),
+        "the product is added to what is there: a further microbatch's gradient",
     ),
     Fusion(
         Op("aten.sub.Tensor", (_CENTRED, Op("aten.log.default", (_EXP_SUM,)))),
@@ -108,9 +120,12 @@ def fuse(program: P, fusions: tuple[Fusion, ...] = FUSIONS) -> P:
             closed = all(uses[n.outs[0]] == inside[n.outs[0]] and n.outs[0] not in gone for n in inner)
             if closed and fusion.guard(bound, program.types):
                 op, args = fusion.fused(bound, program.types)
-                fused[node.outs[0]] = replace(node, op=op, args=args, kwargs=())
-                gone.update(n.outs[0] for n in inner)
-                break
+                made = replace(node, op=op, args=args, kwargs=())
+                names = {n.outs[0] for n in inner}
+                if names.isdisjoint(made.refs()):  # of y + y with y = a @ b nothing can go
+                    fused[node.outs[0]] = made
+                    gone |= names
+                    break
     if not fused:
         return program
     nodes = tuple(fused.get(n.outs[0], n) for n in program.nodes if not (len(n.outs) == 1 and n.outs[0] in gone))

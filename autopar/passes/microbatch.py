@@ -1,6 +1,7 @@
 """Microbatches: the axis ``mb`` in time. The same rows say what a microbatch splits, leaves partial or doesn't touch.
 
-A value that no microbatch changes is computed once, before the loop. A value split over ``mb`` is computed in every turn. A value that is
+A value that no microbatch changes is computed once, before the loop, but where it is made of the batch and larger than what it is made of
+(labels as one-hot rows): a turn needs its part of it only. A value split over ``mb`` is computed in every turn. A value that is
 partial is summed over the turns, and what needs the sum runs after the loop. Where the loop itself needs a sum (the number of
 labels of the whole batch), the nodes that make it are computed once more, before the loop, on the whole batch; that is refused where
 a parameter lies above it, since it would be the whole forward.
@@ -16,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.program import Node, Offset, Program, Ref, Region, TensorType, fresh_name
 from autopar.layout.mesh import MICROBATCH, Mesh
 from autopar.layout.sharding import REPLICATE, Placement, Sharding
+from autopar.passes.canonicalize import prune
 from autopar.passes.insert_collectives import RANDOM_PLACE
 from autopar.rules import Local, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -65,7 +67,8 @@ class _Splitter:
             self.place(n, node)
         outputs = tuple(replace(o, value=self.final(o.value)) for o in self.program.outputs)
         nodes = tuple(self.nodes["pre"] + self.nodes["body"] + self.nodes["post"])
-        return replace(self.program, nodes=nodes, outputs=outputs, types=self.types, microbatches=self.count)
+        # a node of the loop whose only reader took the whole batch's value has none left
+        return prune(replace(self.program, nodes=nodes, outputs=outputs, types=self.types, microbatches=self.count))
 
     def options(self, n: int, node: Node) -> list[Strategy]:
         """Strategies that split the microbatch atom, pass a sum over microbatches, or do neither."""
@@ -85,7 +88,7 @@ class _Splitter:
         if any(r in self.trained for r in refs):
             self.trained.update(o for o in node.outs if o)
         # what only the batch decides (a count of labels, a mask) is made before the loop; the model's work on samples belongs into it
-        inside = node.op in RANDOM_PLACE or any(r in self.trained for r in refs)
+        inside = node.op in RANDOM_PLACE or any(r in self.trained for r in refs) or self.grows(node)
         if all(h.placement == REPLICATE for h in held) and not (inside and any(o.factor for o in options)):
             region: Region = "post" if any(h.region == "post" for h in held) else "pre"
             self.emit(node, n, options[0], [h.name for h in held], region)
@@ -114,11 +117,11 @@ class _Splitter:
             option = best[1]
             names = [self.as_placed(r, h, p, node) for r, h, p in zip(refs, held, option.inputs, strict=True)]
             self.emit(node, n, option, names, "body")
+        elif all(self.can_hoist(r) for r in refs):
+            self.emit(node, n, options[0], [self.hoist(r) for r in refs], "pre")
         elif all(h.placement.kind in ("replicate", "partial") for h in held):
             names = [self.final(r) for r in refs]
             self.emit(node, n, options[0], names, "post")
-        elif all(self.can_hoist(r) for r in refs):
-            self.emit(node, n, options[0], [self.hoist(r) for r in refs], "pre")
         else:
             raise PlanError(
                 f"{node.op} needs the whole batch, so the model can't be split into microbatches",
@@ -126,6 +129,11 @@ class _Splitter:
                 why="its operands depend on parameters and on all samples at once, as batch statistics do",
                 hint="use microbatches=1",
             )
+
+    def grows(self, node: Node) -> bool:
+        """Whether a node makes more than twice as many elements as the tensors that it reads have."""
+        types, read = self.program.types, set(node.refs())
+        return bool(read) and sum(types[o].numel for o in node.outs if o) > 2 * sum(types[r].numel for r in read)
 
     def as_placed(self, ref: str, held: _Held, wanted: Placement, node: Node) -> str:
         if held.placement == wanted:

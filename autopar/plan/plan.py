@@ -24,7 +24,8 @@ class Plan:
     Attributes:
         zero: 0, every rank of ``dp`` holds the whole optimizer state; 1 (the default), each rank the part it owns.
         sequence: ``tp`` also shards the sequence of activations between the matrices.
-        microbatches: turns of the loop over the batch (gradient accumulation).
+        microbatches: parts of the batch whose gradients are summed (gradient accumulation).
+        interleave: how many microbatches run side by side, so that one's collectives hide behind another's compute; 1 (the default): none.
         schedule: of the stages of ``pp``: a name (``1f1b``, the default, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-v``,
             ``dualpipev``), or a function of (stages, microbatches, ranks) that gives an ``autopar.schedule.Schedule``.
         cuts: paths of the modules that begin all stages but the first; a multiple of ``pp`` stages.
@@ -39,6 +40,7 @@ class Plan:
     zero: int | None = None
     sequence: bool | None = None
     microbatches: int | None = None
+    interleave: int | None = None
     per_microbatch: Any = None
     schedule: Any = None
     cuts: Any = None
@@ -64,14 +66,21 @@ class Plan:
             object.__setattr__(self, "cuts", tuple(self.cuts))
         if self.schedule is not None and not isinstance(self.schedule, str) and not callable(self.schedule):
             raise PlanError(f"Plan(schedule={self.schedule!r}) is neither a name nor a function", hint='schedule="1f1b"')
-        if isinstance(self.zero, bool) or isinstance(self.microbatches, bool):
-            raise PlanError("zero and microbatches are numbers, not flags")
+        if any(isinstance(n, bool) for n in (self.zero, self.microbatches, self.interleave)):
+            raise PlanError("zero, microbatches and interleave are numbers, not flags")
         if self.zero is not None and self.zero not in (0, 1):
             if self.zero in (2, 3):
                 raise UnsupportedError(f"Plan(zero={self.zero}) is not supported yet", hint="zero=0 or zero=1")
             raise PlanError(f"Plan(zero={self.zero!r}) is no ZeRO level", hint="zero=0 or zero=1")
-        if self.microbatches is not None and (not isinstance(self.microbatches, int) or self.microbatches < 1):
-            raise PlanError(f"Plan(microbatches={self.microbatches!r}) is not a number of microbatches", hint="an integer of at least 1")
+        for name in ("microbatches", "interleave"):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise PlanError(f"Plan({name}={number!r}) is not a number of microbatches", hint="an integer of at least 1")
+        if self.microbatches is not None and self.microbatches % (self.interleave or 1):
+            raise PlanError(
+                f"Plan(interleave={self.interleave}) doesn't divide Plan(microbatches={self.microbatches})",
+                hint=f"a multiple of {self.interleave} microbatches",
+            )
         if self.buckets is not None and (not isinstance(self.buckets, int) or self.buckets < 1):
             raise PlanError(f"Plan(buckets={self.buckets!r}) is not a number of bytes")
 

@@ -72,4 +72,4 @@ def test_regions_of_calls() -> None:
     flat = "def a_forward_1(x):\n    return x\ndef step(x):\n    y = a_forward_1(x)\n    z = other(y)\n    return a_forward_1(z)\n"
     assert regions_of_calls(flat, ["a_forward_1"]) == (0, 2, 0)
     loop = "def step(x):\n    y = a(x)\n    for mb in range(2):\n        y = a(b(y))\n    y = b(y)\n    return y\n"
-    assert regions_of_calls(loop, ["a", "b"]) == (1, 2, 1)
+    assert regions_of_calls(loop, ["a", "b"]) == (1, 4, 1)

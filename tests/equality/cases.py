@@ -103,6 +103,7 @@ VARIANTS: dict[str, tuple[Plan, float]] = {
     "plain": (Plan(), 0.0),
     "sequence": (Plan(sequence=True), 0.0),
     "microbatches=2": (Plan(microbatches=2), 0.0),
+    "interleave=2": (Plan(interleave=2), 0.3),
     "dropout": (Plan(), 0.3),
     "zero=0": (Plan(zero=0), 0.0),
     "together": (Plan(sequence=True, microbatches=2, buckets=4096), 0.3),
@@ -131,7 +132,8 @@ class Case:
     @property
     def refused(self) -> bool:
         """Whether the plan can't be kept exact for this model, which must be said when compiling."""
-        return not self.model.divides and (VARIANTS[self.variant][0].microbatches or 1) > 1
+        plan = VARIANTS[self.variant][0]
+        return not self.model.divides and max(plan.microbatches or 1, plan.interleave or 1) > 1
 
     def refusal(self) -> str:
         """The error of a refused case. Raises AssertionError where it isn't refused."""

@@ -92,6 +92,28 @@ def test_an_inner_value_with_another_reader_is_kept() -> None:
     assert "aten.amax.default" in found
 
 
+class Twice(nn.Module):
+    """Products that are added to sums, and one that is added to itself."""
+
+    def __init__(self, itself: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.itself = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8)), itself
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        product = x @ self.first
+        total = product + product if self.itself else product * 2 + x @ self.second
+        return F.cross_entropy(total, y)
+
+
+def test_a_product_is_added_to_a_sum_but_not_to_itself() -> None:
+    for itself in (True, False):
+        torch.manual_seed(0)
+        model = Twice(itself)
+        assert ("aten.addmm.default" in ops(compiled(model, Mesh()))) is not itself
+        report = autopar.verify(model, Mesh(dp=2), (torch.randn(4, 8), torch.randint(0, 8, (4,))))
+        assert report.ok, report.table()
+
+
 def test_fused_programs_are_equal() -> None:
     batch = (torch.randn(4, 8), torch.randint(0, 8, (4,)))
     for model in (Classifier(), Classifier(twice=True)):
