@@ -31,12 +31,17 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """One rewrite: what it matches, when it may, and the op and arguments that replace it; ``why`` it is worth it."""
+    """One rewrite: what it matches, when it may, and the op and arguments that replace it; ``why`` it is worth it.
+
+    ``near``: only where its nodes stand side by side. The fused node stands where the last of them stood, and what the first read must
+    live until then.
+    """
 
     pattern: Op
     guard: Callable[[Bound, Types], bool]
     fused: Callable[[Bound, Types], tuple[str, tuple[Any, ...]]]
     why: str
+    near: bool = False
 
 
 def _bias(b: Bound, types: Types) -> bool:
@@ -70,6 +75,7 @@ FUSIONS = (
         _same_type,
         lambda b, _: ("aten.addmm.default", (b["total"], b["left"], b["right"])),
         "the product is added to what is there: a further microbatch's gradient",
+        near=True,
     ),
     Fusion(
         Op("aten.sub.Tensor", (_CENTRED, Op("aten.log.default", (_EXP_SUM,)))),
@@ -106,6 +112,7 @@ def fuse(program: P, fusions: tuple[Fusion, ...] = FUSIONS) -> P:
     producers = program.producers()
     uses = Counter(r for n in program.nodes for r in n.refs())
     uses.update(o.value for o in program.outputs)
+    at = {o: n for n, node in enumerate(program.nodes) for o in node.outs}
     fused: dict[str, Node] = {}
     gone: set[str] = set()
     for node in program.nodes:
@@ -117,6 +124,8 @@ def fuse(program: P, fusions: tuple[Fusion, ...] = FUSIONS) -> P:
             if not _match(fusion.pattern, node, producers, bound, inner, root=node):
                 continue
             inside = Counter(r for n in (node, *inner) for r in n.refs())
+            if fusion.near and at[node.outs[0]] - min(at[n.outs[0]] for n in inner) > len(inner):
+                continue
             closed = all(uses[n.outs[0]] == inside[n.outs[0]] and n.outs[0] not in gone for n in inner)
             if closed and fusion.guard(bound, program.types):
                 op, args = fusion.fused(bound, program.types)

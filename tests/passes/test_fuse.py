@@ -114,6 +114,22 @@ def test_a_product_is_added_to_a_sum_but_not_to_itself() -> None:
         assert report.ok, report.table()
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up = nn.Embedding(8, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(torch.tanh(self.up(self.tokens(x[:, 0].long().abs() % 8))), self.tokens.weight), y)
+
+
+def test_a_product_far_from_the_sum_is_made_where_its_operands_die() -> None:
+    """The gradient of a tied head: added to the embedding's at the end of the backward, it would keep that of the logits till then."""
+    found = ops(compiled(Tied(), Mesh()))
+    assert found.index("autopar.embedding_backward") > max(n for n, op in enumerate(found) if op == "aten.mm.default")
+    assert "aten.addmm.default" not in found[found.index("autopar.embedding_backward") :]
+
+
 def test_fused_programs_are_equal() -> None:
     batch = (torch.randn(4, 8), torch.randint(0, 8, (4,)))
     for model in (Classifier(), Classifier(twice=True)):
