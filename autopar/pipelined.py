@@ -21,6 +21,7 @@ from autopar.passes.buckets import CAP, bucketize, make_buckets, same_buckets
 from autopar.passes.check import check_local
 from autopar.passes.check_placements import check_buckets
 from autopar.passes.fuse import fuse
+from autopar.passes.masks import split_masks
 from autopar.passes.stages import cut_points, cut_stages
 from autopar.plan.plan import Plan
 from autopar.plan.stages import choose_cuts
@@ -108,6 +109,8 @@ def cut_pipeline(
         program = programs[s]
         made = _buckets(program, groups, plan, s, like)
         final = fuse(bucketize(program, made, zero, looped=True))
+        if "W" in kinds:
+            final = split_masks(final)
         progress.at("check")
         check_local(final)
         check_buckets(final, program)

@@ -39,7 +39,7 @@ one tensor on several ranks are equal to the last bit, or the cell fails.
 
 {table}
 
-Variants: `sequence` is `Plan(sequence=True)`; `dropout` has a probability of 0.3 everywhere the model has dropout; `together` is
+Variants: `sequence` is `Plan(sequence=True)`; `interleave=2` runs two microbatches side by side, with dropout; `dropout` has a probability of 0.3 everywhere the model has dropout; `together` is
 sequence, two microbatches, dropout and small buckets at once. Rows of a batch have different numbers of labels. `refused`: the loss
 isn't a sum over microbatches, since the model takes statistics of the whole batch; compiling says so.
 
