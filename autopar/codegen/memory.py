@@ -9,7 +9,7 @@ from autopar._torch import resolve, returns_own_memory
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Ref
 
-#: ops with a form that writes over an operand: which operands it may be.
+#: ops with a form that writes over an operand: which operands it may be; the result lies in memory as the first of them does.
 OVER = {
     "aten.add.Tensor": (0, 1),
     "aten.mul.Tensor": (0, 1),
@@ -18,10 +18,12 @@ OVER = {
     "aten.exp.default": (0,),
     "aten.neg.default": (0,),
     "aten.addmm.default": (0,),
+    "autopar.cross_entropy_backward": (2,),
+    "autopar.log_softmax": (0,),
 }
 #: other sight of the first operand's memory, in the same order.
 _VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "unsqueeze.default", "squeeze.dim", "squeeze.dims"))
-#: results that are contiguous whatever the operands are. (The result of a pointwise op lies as its first operand does.)
+#: results that are contiguous whatever the operands are.
 _CONTIGUOUS = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default"))
 #: ops of ours whose result may be an operand's memory.
 _MAY_VIEW = frozenset(f"autopar.{name}" for name in ("accumulate", "member", "microbatch", "once", "pack", "piece"))
@@ -72,7 +74,7 @@ def overwritten(program: LocalProgram, nodes: Sequence[Node]) -> dict[str, int]:
             made = home[base]
             free = base not in gone and last[base] == n and made.region == node.region
             others = {root.get(a.name) for k, a in enumerate(node.args) if k != at and isinstance(a, Ref)}
-            if free and base not in others and (at == 0 or base in contiguous):
+            if free and base not in others and (at == OVER[node.op][0] or base in contiguous):
                 found[node.name] = at
                 if base in contiguous:
                     contiguous.add(node.name)

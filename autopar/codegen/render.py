@@ -85,7 +85,9 @@ def call(
     ``over``: the position of the operand that the result is written over.
     """
     args = [literal(a, name, lift) for a in node.args]
-    if over is not None:
+    if over is not None and node.op.startswith("autopar."):
+        args.append(f"out={args[over]}")
+    elif over is not None:
         written = args.pop(over)
         return f"{written}.{node.op.split('.')[1]}_", args
     kwargs = [f"{k}={literal(v, name, lift)}" for k, v in node.kwargs] + [f"{k}={v}" for k, v in (extra or {}).items()]

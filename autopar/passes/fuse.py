@@ -80,8 +80,14 @@ FUSIONS = (
     Fusion(
         Op("aten.sub.Tensor", (_CENTRED, Op("aten.log.default", (_EXP_SUM,)))),
         _last_dim,
-        lambda b, _: ("aten._log_softmax.default", (b["x"], b["dims"][0], False)),
+        lambda b, _: ("autopar.log_softmax", (b["x"], b["dims"][0])),
         "one pass over the logits instead of five",
+    ),
+    Fusion(
+        Op("aten.sum.dim_IntList", (Op("aten.exp.default", ("x",)), "dims", True)),
+        lambda b, types: True,
+        lambda b, _: ("autopar.exp_sum", (b["x"], b["dims"], True)),
+        "the exponentials of logits that are cut by classes aren't kept",
     ),
     Fusion(
         Op(
@@ -108,33 +114,38 @@ FUSIONS = (
 
 
 def fuse(program: P, fusions: tuple[Fusion, ...] = FUSIONS) -> P:
-    """The program with every match fused; the fused node stands where the last of its nodes stood."""
+    """The program with every match fused, first fusion first; the fused node stands where the last of its nodes stood."""
+    for fusion in fusions:
+        program = _fuse(program, fusion)
+    return program
+
+
+def _fuse(program: P, fusion: Fusion) -> P:
+    roots = [n for n in program.nodes if n.op == fusion.pattern.op and len(n.outs) == 1]
+    if not roots:
+        return program
     producers = program.producers()
     uses = Counter(r for n in program.nodes for r in n.refs())
     uses.update(o.value for o in program.outputs)
     at = {o: n for n, node in enumerate(program.nodes) for o in node.outs}
     fused: dict[str, Node] = {}
     gone: set[str] = set()
-    for node in program.nodes:
-        if len(node.outs) != 1:
+    for node in roots:
+        bound: Bound = {}
+        inner: list[Node] = []
+        if not _match(fusion.pattern, node, producers, bound, inner, root=node):
             continue
-        for fusion in fusions:
-            bound: Bound = {}
-            inner: list[Node] = []
-            if not _match(fusion.pattern, node, producers, bound, inner, root=node):
-                continue
-            inside = Counter(r for n in (node, *inner) for r in n.refs())
-            if fusion.near and at[node.outs[0]] - min(at[n.outs[0]] for n in inner) > len(inner):
-                continue
-            closed = all(uses[n.outs[0]] == inside[n.outs[0]] and n.outs[0] not in gone for n in inner)
-            if closed and fusion.guard(bound, program.types):
-                op, args = fusion.fused(bound, program.types)
-                made = replace(node, op=op, args=args, kwargs=())
-                names = {n.outs[0] for n in inner}
-                if names.isdisjoint(made.refs()):  # of y + y with y = a @ b nothing can go
-                    fused[node.outs[0]] = made
-                    gone |= names
-                    break
+        names = {n.outs[0] for n in inner}
+        if fusion.near and at[node.outs[0]] - min(at[n] for n in names) > len(inner):
+            continue
+        inside = Counter(r for n in (node, *inner) for r in n.refs())
+        if any(uses[n] != inside[n] or n in gone for n in names) or not fusion.guard(bound, program.types):
+            continue
+        op, args = fusion.fused(bound, program.types)
+        made = replace(node, op=op, args=args, kwargs=())
+        if names.isdisjoint(made.refs()):  # of y + y with y = a @ b nothing can go
+            fused[node.outs[0]] = made
+            gone |= names
     if not fused:
         return program
     nodes = tuple(fused.get(n.outs[0], n) for n in program.nodes if not (len(n.outs) == 1 and n.outs[0] in gone))

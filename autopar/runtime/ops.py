@@ -16,9 +16,13 @@ from autopar.runtime import random
 from autopar.runtime.comm import Comm
 
 __all__ = [
-    "arange", "bernoulli", "checked", "cross_entropy_backward", "dropout", "embedding", "embedding_backward", "expert_mm",
-    "expert_mm_backward", "expert_outer", "grouped_mm", "keep", "normal", "pick", "randint", "tril", "triu", "uniform", "unpick",
+    "arange", "bernoulli", "checked", "cross_entropy_backward", "dropout", "embedding", "embedding_backward", "exp_sum", "expert_mm",
+    "expert_mm_backward", "expert_outer", "grouped_mm", "keep", "log_softmax", "normal", "pick", "randint", "tril", "triu", "uniform",
+    "unpick",
 ]  # fmt: skip
+
+#: bytes of the rows that are computed at a time where the result of all isn't kept: no temporary of their size, and it stays in the cache.
+_PIECE = 2**21
 
 
 def _inside(index: Tensor, start: int, size: int, whole: int | None = None) -> tuple[Tensor, Tensor]:
@@ -71,11 +75,36 @@ def unpick(grad: Tensor, index: Tensor, dim: int, size: int, start: int) -> Tens
     return grad.new_zeros(shape).scatter_(dim, local.unsqueeze(dim), torch.where(inside, grad, 0).unsqueeze(dim))
 
 
-def cross_entropy_backward(grad: Tensor, index: Tensor, log_p: Tensor, dim: int, start: int) -> Tensor:
-    """``unpick(grad, index, dim, ...) - log_p.exp() * grad.unsqueeze(dim)``: the gradient of the logits from that of the labels' log_p."""
+def _pieces(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, ...]:
+    """``x`` in pieces of rows, where a function reduces over ``dims`` only; whole where it is small, or code is being made for it."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() < 2 or any(d % x.dim() == 0 for d in dims) or not x.numel():
+        return (x,)
+    return x.split(max(1, _PIECE * x.shape[0] // (x.numel() * x.itemsize)))
+
+
+def exp_sum(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """``x.exp().sum(dims, keepdim)`` without a temporary of the size of ``x``."""
+    parts = [piece.exp().sum(tuple(dims), keepdim) for piece in _pieces(x, dims)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def log_softmax(x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """``torch.log_softmax(x, dim)``; ``out`` may be ``x``."""
+    if out is None:
+        return torch.log_softmax(x, dim)
+    for piece, place in zip(_pieces(x, (dim,)), _pieces(out, (dim,)), strict=True):
+        place.copy_(torch.log_softmax(piece, dim))
+    return out
+
+
+def cross_entropy_backward(grad: Tensor, index: Tensor, log_p: Tensor, dim: int, start: int, out: Tensor | None = None) -> Tensor:
+    """``unpick(grad, index, dim, ...) - log_p.exp() * grad.unsqueeze(dim)``: the gradient of the logits from that of the labels' log_p.
+
+    ``out`` may be ``log_p``.
+    """
     local, inside = _inside(index, start, log_p.shape[dim])
     picked = torch.where(inside, grad, 0).unsqueeze(dim)
-    return log_p.exp().mul_(-grad.unsqueeze(dim)).scatter_add_(dim, local.unsqueeze(dim), picked)
+    return torch.exp(log_p, out=out).mul_(-grad.unsqueeze(dim)).scatter_add_(dim, local.unsqueeze(dim), picked)
 
 
 def dropout(x: Tensor, keep: Tensor, scale: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +16,7 @@ from autopar.codegen.memory import overwritten
 from autopar.compiler import Compiled
 from autopar.layout.mesh import Mesh
 from autopar.programs import compile_step
+from models import gpt
 
 
 class Chain(nn.Module):
@@ -83,3 +86,15 @@ def test_results_keep_their_bits(monkeypatch: object) -> None:
         for microbatches in (1, 2):
             report = autopar.verify(model, Mesh.parse(mesh) if mesh else Mesh(), batch, plan=autopar.Plan(microbatches=microbatches))
             assert report.ok, f"{mesh}, {microbatches}: {report}"
+
+
+def test_logits_are_kept_once() -> None:
+    """Their log-softmax is written over them, and their gradient over that; of classes that are cut no exponentials are kept."""
+    model, batch = gpt.build("bench", layers=1), gpt.batch(8, torch.Generator(), "bench")
+    tree, tensors = take_batch(batch)
+    options = make_options(None, None, "auto", None, 0, "check", None, 0, "eager", ())
+    for mesh, rows in ((Mesh(dp=2), 8), (Mesh(tp=2), 8)):
+        source = compile_step(model, mesh, options, tree, [t[:rows] for t in tensors]).module.source
+        assert ("ops.log_softmax" in source) == (mesh["tp"] == 1) and ("ops.exp_sum(" in source) == (mesh["tp"] > 1)
+        assert re.search(r"ops\.cross_entropy_backward\([^)]*out=", source)
+        assert mesh["tp"] > 1 or re.search(r"ops\.log_softmax\([^)]*out=", source)

@@ -13,6 +13,7 @@ from autopar.compiler import Compiled
 from autopar.ir.text import show_node
 from autopar.layout.mesh import Mesh
 from autopar.programs import Options, compile_step
+from autopar.runtime.ops import cross_entropy_backward, exp_sum, log_softmax
 
 
 class Classifier(nn.Module):
@@ -42,7 +43,7 @@ def ops(c: Compiled) -> list[str]:
 def test_bias_and_log_softmax_are_fused_where_nothing_is_split() -> None:
     found = ops(compiled(Classifier(), Mesh()))
     assert found.count("aten.addmm.default") == 2
-    assert "aten._log_softmax.default" in found and "autopar.cross_entropy_backward" in found
+    assert "autopar.log_softmax" in found and "autopar.cross_entropy_backward" in found
     assert "autopar.unpick" not in found and "aten.exp.default" not in found
     assert "aten.amax.default" not in found
 
@@ -83,13 +84,29 @@ def test_a_vocabulary_that_is_split_keeps_its_collectives() -> None:
     tree, tensors = take_batch((torch.randn(4, 8), torch.randint(0, 8, (4,))))
     pinned = make_options(None, None, autopar.Plan(shard={"head.weight": "dim0@tp"}), None, 0, "check", None, 0, "eager", ())
     c = compile_step(Head(), Mesh(tp=2), pinned, tree, tensors)
-    split = [n for n in c.final.nodes if n.op == "aten._log_softmax.default" and c.final.types[n.outs[0]].shape[1] != 8]
+    split = [n for n in c.final.nodes if n.op == "autopar.log_softmax" and c.final.types[n.outs[0]].shape[1] != 8]
     assert not split, [show_node(c.final, n) for n in split]
 
 
 def test_an_inner_value_with_another_reader_is_kept() -> None:
     found = ops(compiled(Classifier(twice=True), Mesh()))
     assert "aten.amax.default" in found
+
+
+def test_rows_in_pieces() -> None:
+    """In place and in pieces the results keep the bits of torch's own."""
+    x = torch.randn(700, 1300, dtype=torch.float64) * 30
+    for dims in ((1,), (-1,), (0,), (0, 1)):
+        assert torch.equal(exp_sum(x, dims, True), x.exp().sum(dims, True)) and torch.equal(exp_sum(x, dims), x.exp().sum(dims))
+    for dim in (1, -1, 0):
+        place = x.clone()
+        assert log_softmax(place, dim, out=place) is place and torch.equal(place, torch.log_softmax(x, dim))
+    empty = torch.empty(0, 5)
+    assert torch.equal(log_softmax(empty, 1, out=empty), empty) and exp_sum(empty, (1,)).shape == (0,)
+    label, grad = torch.randint(1300, (700,)), torch.randn(700, dtype=torch.float64)
+    log_p = torch.log_softmax(x, 1)
+    expected = cross_entropy_backward(grad, label, log_p, 1, 0)
+    assert torch.equal(cross_entropy_backward(grad, label, log_p, 1, 0, out=log_p), expected) and torch.equal(log_p, expected)
 
 
 class Twice(nn.Module):
