@@ -40,8 +40,9 @@ one tensor on several ranks are equal to the last bit, or the cell fails.
 {table}
 
 Variants: `sequence` is `Plan(sequence=True)`; `dropout` has a probability of 0.3 everywhere the model has dropout; `interleave=2` runs
-two microbatches side by side, with dropout; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a batch have different numbers of labels. `refused`: the loss
-isn't a sum over microbatches, since the model takes statistics of the whole batch; compiling says so.
+two microbatches side by side, with dropout; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a
+batch have different numbers of labels. `refused`: the loss isn't a sum over microbatches, since the model takes statistics of the
+whole batch; compiling says so.
 
 Models that cast to float32 inside are compared with their own run without those casts. The plain model as it is differs from
 that run by rounding (float32; losses, gradients and parameters): {gaps}.
