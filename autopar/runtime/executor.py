@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -182,11 +182,43 @@ def waited(grads: Sequence[Tensor | Handle]) -> tuple[Tensor, ...]:
     return tuple(g.wait() if isinstance(g, Handle) else g for g in grads)
 
 
+#: compiles a segment: ``torch.compile`` for the inductor backend.
+CompileSegment = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def load_names(source: str, name: str, drivers: Container[str], compile_segment: CompileSegment | None) -> dict[str, Any]:
+    """What an emitted module defines; all its functions but ``constants`` and the ``drivers`` are segments."""
+    names: dict[str, Any] = {"__name__": "autopar_step"}
+    exec(compile(source, name, "exec"), names)  # noqa: S102 - running what the compiler emitted is the point
+    if compile_segment is not None:
+        for key, value in list(names.items()):
+            if callable(value) and getattr(value, "__module__", None) == "autopar_step" and key != "constants" and key not in drivers:
+                names[key] = compile_segment(value)
+    return names
+
+
+def compiled_once(compile_segment: CompileSegment) -> CompileSegment:
+    """Segments that are equal but for their names are compiled once, whichever modules they come from.
+
+    So equal stages of a rank share theirs.
+    """
+    known: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def compiled(segment: Callable[..., Any]) -> Callable[..., Any]:
+        code = segment.__code__
+        key = (code.co_code, repr(code.co_consts), code.co_names, code.co_argcount, code.co_nlocals)
+        if key not in known:
+            known[key] = compile_segment(segment)
+        return known[key]
+
+    return compiled
+
+
 class Executable:
     """An emitted module, loaded. ``run`` calls its ``step`` on a state.
 
     Args:
-        compile_segment: applied to every segment (``torch.compile`` for the inductor backend); the driver always runs as it is.
+        compile_segment: applied to every segment; the driver always runs as it is.
     """
 
     def __init__(
@@ -197,15 +229,10 @@ class Executable:
         consts: Mapping[str, Tensor],
         *,
         name: str = "<autopar step>",
-        compile_segment: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        compile_segment: CompileSegment | None = None,
     ) -> None:
         self.source, self.spec, self.comm = source, spec, comm
-        self.names: dict[str, Any] = {"__name__": "autopar_step"}
-        exec(compile(source, name, "exec"), self.names)  # noqa: S102 - running what the compiler emitted is the point
-        if compile_segment is not None:
-            for key, value in list(self.names.items()):
-                if callable(value) and getattr(value, "__module__", None) == "autopar_step" and key not in ("step", "constants"):
-                    self.names[key] = compile_segment(value)
+        self.names = load_names(source, name, ("step",), compile_segment)
         comm.prepare(spec.axes)
         self._consts = tuple(consts[path].to(comm.device) for path in spec.consts)
         self._shared: tuple[Tensor, ...] | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.comm import Comm, Handle
-from autopar.runtime.executor import Spec, State, waited
+from autopar.runtime.executor import CompileSegment, Spec, State, compiled_once, load_names, waited
 from autopar.runtime.stage import Message, StageSpec
 from autopar.schedule.edge import Edge
 from autopar.schedule.lower import Compute, Instruction, Receive, Send
@@ -61,15 +61,11 @@ class _Values:
 class _Stage:
     """A stage's module, loaded."""
 
-    def __init__(self, source: str, spec: StageSpec, comm: Comm, consts: Mapping[str, Tensor], name: str, compile_segment: Any) -> None:
+    def __init__(
+        self, source: str, spec: StageSpec, comm: Comm, consts: Mapping[str, Tensor], name: str, compile_segment: CompileSegment | None
+    ) -> None:
         self.source, self.spec = source, spec
-        self.names: dict[str, Any] = {"__name__": "autopar_step"}
-        exec(compile(source, name, "exec"), self.names)  # noqa: S102 - running what the compiler emitted is the point
-        tasks = {t.function for t in spec.tasks.values()}
-        if compile_segment is not None:
-            for key, value in list(self.names.items()):
-                if callable(value) and getattr(value, "__module__", None) == "autopar_step" and key not in (*tasks, "constants"):
-                    self.names[key] = compile_segment(value)
+        self.names = load_names(source, name, {t.function for t in spec.tasks.values()}, compile_segment)
         self.consts = tuple(consts[path].to(comm.device) for path in spec.consts)
         self.constants: tuple[Tensor, ...] | None = None
         self.outputs = {v for v in (spec.loss,) if v} | {v for _, v in (*spec.grads, *spec.buffers, *spec.outputs)}
@@ -107,8 +103,9 @@ class Pipeline:
         batch_paths: Sequence[str],
         comm: Comm,
         *,
-        compile_segment: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        compile_segment: CompileSegment | None = None,
     ) -> None:
+        compile_segment = None if compile_segment is None else compiled_once(compile_segment)
         self.comm, self.placement, self.instructions = comm, tuple(placement), tuple(instructions)
         self.stages = {
             s: _Stage(source, spec, comm, consts, f"<autopar stage {s}>", compile_segment) for s, (source, spec, consts) in modules.items()
