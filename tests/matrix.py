@@ -1,7 +1,7 @@
-"""The full matrix: every model on every mesh under every variant, compared with the plain model in float64.
+"""The full matrix: every model on every mesh under every variant or schedule, compared with the plain model in float64.
 
-``python -m tests.matrix [--only TEXT] [--jobs N] [--fresh]``. Goes on where it stopped: results lie in out/matrix.json by case, for one
-hash of the sources that they depend on. Writes docs/matrix.md.
+``python -m tests.matrix [--only TEXT] [--jobs N] [--fresh] [--page]``. Goes on where it stopped: results lie in out/matrix.json by case,
+each with the hash of the sources that it holds for; what is missing is run first, then what is of other sources. Writes docs/matrix.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tabulate import tabulate
 
 from autopar.compare import FLOOR, TOLERANCE
 from tests.equality import cases
+from tests.pipeline import cases as stages
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "out" / "matrix.json"
@@ -35,7 +37,7 @@ the plain model in one process. The number is the largest relative difference of
 float64, where {allowed} is allowed; a tensor under {floor} of the largest of its kind is measured against that share. Copies of
 one tensor on several ranks are equal to the last bit, or the cell fails.
 
-{filled} Sources {source}, {versions}.
+{filled} {versions}.
 
 {table}
 
@@ -43,6 +45,13 @@ Variants: `sequence` is `Plan(sequence=True)`; `dropout` has a probability of 0.
 two microbatches side by side, with dropout; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a
 batch have different numbers of labels. `refused`: the loss isn't a sum over microbatches, since the model takes statistics of the
 whole batch; compiling says so.
+
+## With stages
+
+Every model on meshes with `pp` under every schedule, with dropout, and with 1, 2 or 4 microbatches, ZeRO 0 or 1, and sequence or not
+in turn. `refused`: the model calls fewer modules one after the other than there are stages.
+
+{stages}
 
 Models that cast to float32 inside are compared with their own run without those casts. The plain model as it is differs from
 that run by rounding (float32; losses, gradients and parameters): {gaps}.
@@ -52,15 +61,19 @@ that run by rounding (float32; losses, gradients and parameters): {gaps}.
 def source_hash() -> str:
     """Of the package, the models and the cases, and the versions beneath them: a result holds for one of these."""
     digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for path in sorted([*(ROOT / "autopar").rglob("*.py"), *(ROOT / "models").glob("*.py"), Path(cases.__file__)]):
+    for path in sorted([*(ROOT / "autopar").rglob("*.py"), *(ROOT / "models").glob("*.py"), Path(cases.__file__), Path(stages.__file__)]):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def everything() -> list[cases.Case | stages.Staged]:
+    return [*cases.every(), *stages.every()]
 
 
 def run_case(name: str) -> dict[str, Any]:
     """Verifies one case; what it raises is a result too."""
     torch.set_num_threads(1)
-    case, begun = {str(c): c for c in cases.every()}[name], time.monotonic()
+    case, begun = {str(c): c for c in everything()}[name], time.monotonic()
     try:
         if case.refused:
             return {"ok": True, "refused": case.refusal(), "worst": 0.0, "seconds": round(time.monotonic() - begun, 1), "error": ""}
@@ -87,30 +100,33 @@ def _cell(found: dict[str, Any] | None) -> str:
     return "refused" if found.get("refused") else f"{found['worst']:.0e}" if found["ok"] else "FAILS"
 
 
-def page(results: dict[str, dict[str, Any]], source: str) -> str:
+def _table(results: dict[str, dict[str, Any]], own: Sequence[cases.Case | stages.Staged], meshes: Sequence[str], kind: str) -> str:
+    rows = [
+        [model, variant, *(_cell(results.get(f"{model} / {mesh} / {variant}")) for mesh in meshes)]
+        for model, variant in dict.fromkeys((c.name, c.variant) for c in own)
+    ]
+    return tabulate(rows, headers=("model", kind, *meshes), tablefmt="github", disable_numparse=True)
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
     """docs/matrix.md."""
-    rows, done = [], 0
-    everything = cases.every()
-    for model, variant in dict.fromkeys((c.name, c.variant) for c in everything):
-        row = [model, variant]
-        for mesh in cases.MESHES:
-            found = results.get(f"{model} / {mesh} / {variant}")
-            done += found is not None
-            row.append(_cell(found))
-        rows.append(row)
+    names = {str(c) for c in everything()}
+    results = {name: found for name, found in results.items() if name in names}
     gaps = {}
-    for case in everything:
+    for case in everything():
         found = results.get(str(case))
         if found is not None and found.get("gap") is not None:
             gaps[case.name] = max(gaps.get(case.name, 0.0), found["gap"])
     worst = max((r["worst"] for r in results.values() if r["ok"]), default=0.0)
     failed, refused = sum(not r["ok"] for r in results.values()), sum("refused" in r for r in results.values())
     told = "; ".join(f"{name} {gap:.0e}" for name, gap in gaps.items())
-    table = tabulate(rows, headers=("model", "variant", *cases.MESHES), tablefmt="github", disable_numparse=True)
-    filled = f"{done} of {len(everything)} cells are filled, {failed} fail, {refused} are refused rightly; "
-    filled += f"the largest difference is {worst:.1e}."
+    filled = f"{len(results)} of {len(names)} cells are filled, {failed} fail, {refused} are refused rightly; "
+    filled += f"the largest difference is {worst:.1e}. Sources "
+    counts = Counter(found["source"] for found in results.values())
+    filled += ", ".join(f"{source} ({count})" for source, count in counts.most_common()) + ","
     return TEXT.format(
-        allowed=f"{TOLERANCE[torch.float64]:.0e}", floor=f"{FLOOR:g}", filled=filled, source=source, table=table,
+        allowed=f"{TOLERANCE[torch.float64]:.0e}", floor=f"{FLOOR:g}", filled=filled,
+        table=_table(results, cases.every(), cases.MESHES, "variant"), stages=_table(results, stages.every(), stages.MESHES, "schedule"),
         versions=f"torch {torch.__version__}, transformers {transformers.__version__}", gaps=told or "no such cell is filled",
     )  # fmt: skip
 
@@ -120,21 +136,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only cases whose name has this text: model / mesh / variant")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--page", action="store_true", help="run nothing; the page of what is kept")
     options = parser.parse_args(arguments)
     source = source_hash()
-    stored: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     if RESULTS.exists() and not options.fresh:
-        stored = json.loads(RESULTS.read_text())
-    known = stored if stored.get("source") == source else {"source": source, "cases": {}}
-    results: dict[str, dict[str, Any]] = known["cases"]
-    wanted = [str(c) for c in cases.every() if options.only in str(c)]
-    todo = [name for name in wanted if name not in results or not results[name]["ok"]]
-    print(f"{len(wanted)} cases, {len(wanted) - len(todo)} known for sources {source}", flush=True)
+        results = json.loads(RESULTS.read_text())
+    wanted = [str(c) for c in everything() if options.only in str(c)]
+    missing = [name for name in wanted if name not in results or not results[name]["ok"]]
+    older = [name for name in wanted if name in results and results[name]["ok"] and results[name]["source"] != source]
+    todo = [] if options.page else missing + older
+    print(f"{len(wanted)} cases, {len(wanted) - len(missing) - len(older)} known for sources {source}", flush=True)
     RESULTS.parent.mkdir(exist_ok=True)
     begun = time.monotonic()
     for number, (name, result) in enumerate(results_of(todo, options.jobs), 1):
-        results[name] = result
-        RESULTS.write_text(json.dumps(known, indent=1))
+        results[name] = {**result, "source": source}
+        RESULTS.write_text(json.dumps(results, indent=1))
         left = (time.monotonic() - begun) / number * (len(todo) - number)
         told = f"{result['worst']:.1e}" if "worst" in result else "raised"
         print(
@@ -143,8 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         if not result["ok"]:
             print(result["error"], flush=True)
-    PAGE.write_text(page(results, source))
-    failed = [name for name in wanted if not results[name]["ok"]]
+    PAGE.write_text(page(results))
+    failed = [name for name in wanted if name in results and not results[name]["ok"]]
     print(f"{len(wanted)} cases, {len(failed)} not equal; {PAGE.relative_to(ROOT)} written")
     return 1 if failed else 0
 
