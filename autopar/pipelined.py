@@ -33,7 +33,7 @@ from autopar.schedule.action import Schedule
 from autopar.schedule.build import build
 from autopar.schedule.edge import Edge
 from autopar.schedule.lower import Instruction, lower
-from autopar.schedule.validate import validate
+from autopar.schedule.validate import peak_live, validate
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def cut_pipeline(
     elif plan.cuts is not None:
         cuts = tuple(plan.cuts)
     else:
-        cuts = choose_cuts(split, atoms, rules, stage_count(name, ranks), device)
+        live = peak_live(build(name, stage_count(name, ranks), microbatches, ranks)).stages
+        cuts = choose_cuts(split, atoms, rules, live, device)
     stages = len(cuts) + 1
     if stages % ranks:
         raise PlanError(

@@ -1,10 +1,11 @@
-"""Where to cut a model into stages: at the beginnings of modules, so that the slowest stage is as fast as it can be."""
+"""Where to cut a model into stages: at beginnings of modules, so that the slowest is as fast, and the fullest as small, as can be."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from autopar.cost.device import Device
 from autopar.errors import PlanError
@@ -12,20 +13,24 @@ from autopar.ir.program import Node, Program
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
 
-#: how much longer than it has to be the longest stage may be, for less to cross.
+#: how much longer than it has to be the longest stage may be, for less memory, and how much more the fullest may hold, for less to cross.
 SLACK = 1.05
 
 
-def choose_cuts(program: Program, atoms: Atoms, rules: Rules, stages: int, device: Device) -> tuple[str, ...]:
+def choose_cuts(program: Program, atoms: Atoms, rules: Rules, live: Sequence[int], device: Device) -> tuple[str, ...]:
     """The paths of the modules that begin all stages but the first.
 
-    The time of a stage is that of its nodes, forward and backward, embedding and head counted. Of the cuts whose longest stage is not
-    much longer than it has to be, those win between which least crosses.
+    The time of a stage is that of its nodes, forward and backward, embedding and head counted; its memory that of its parameters with
+    gradients and optimizer state, and of what its microbatches keep. Of the cuts whose longest stage is not much longer than it has to be
+    and whose fullest then doesn't hold much more, those win between which least crosses.
+
+    Args:
+        live: for every stage, how many microbatches it keeps alive at most.
 
     Raises:
         PlanError: the model calls too few modules one after the other.
     """
-    forward = [n for n in program.nodes if n.phase == "forward" and n.region == "body"]
+    forward, stages = [n for n in program.nodes if n.phase == "forward" and n.region == "body"], len(live)
     begins = module_begins(forward)
     if len(begins) + 1 < stages:
         raise PlanError(
@@ -35,7 +40,8 @@ def choose_cuts(program: Program, atoms: Atoms, rules: Rules, stages: int, devic
     places = [0, *(at for at, _ in begins)]
     seconds = block_seconds(program, atoms, rules, device, forward, places)
     crossing = crossing_bytes(program, forward, places)
-    chosen = split(seconds, crossing, stages)
+    held, kept = block_bytes(program, atoms, forward, places)
+    chosen = split(seconds, crossing, stages, [[h + count * k for h, k in zip(held, kept, strict=True)] for count in live])
     return tuple(begins[k - 1][1] for k in chosen)
 
 
@@ -93,53 +99,103 @@ def crossing_bytes(program: Program, forward: Sequence[Node], places: Sequence[i
     return [sums[at] for at in places]
 
 
-def split(seconds: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
+def block_bytes(program: Program, atoms: Atoms, forward: Sequence[Node], places: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Bytes that the nodes between two places hold all the time, and those that they keep of each microbatch for the backward.
+
+    A trained parameter counts four times (its gradient, and two states of the optimizer), in the block that reads it first.
+    """
+    position = {n.name: k for k, n in enumerate(forward)}
+    producers = program.producers()
+    views = {node.name for n, node in enumerate(program.nodes) if atoms.rows[n].moves and node.refs()}
+    first: dict[str, int] = {}
+    for node in reversed(program.nodes):
+        if node.phase == "forward":
+            at = position.get(node.name, min((first[o] for o in node.outs if o in first), default=len(forward)))
+            for r in node.refs():
+                first[r] = min(first.get(r, at), at)
+    held, kept = [0.0] * len(places), [0.0] * len(places)
+    trained = {o.path for o in program.outputs_of("grad")}
+    for i in program.inputs_of("param"):
+        if first.get(i.name, len(forward)) < len(forward):
+            held[bisect_right(places, first[i.name]) - 1] += program.types[i.name].nbytes * (4 if i.path in trained else 1)
+    saved: set[str] = set()
+    for node in program.nodes:
+        if node.phase == "backward":
+            for r in node.refs():
+                while r in producers and producers[r].name in position and producers[r].name in views:
+                    r = producers[r].refs()[0]  # a view keeps what it looks at
+                if r in producers and producers[r].name in position:
+                    saved.add(r)
+    for r in saved:
+        kept[bisect_right(places, position[producers[r].name]) - 1] += program.types[r].nbytes
+    return held, kept
+
+
+def split(seconds: Sequence[float], crossing: Sequence[float], parts: int, memory: Sequence[Sequence[float]] | None = None) -> list[int]:
     """Where to begin all parts but the first of a row of blocks.
 
-    The longest part is at most ``SLACK`` times as long as it has to be, and what crosses is then least.
-    """
-    count, sums = len(seconds), [0.0]
-    for s in seconds:
-        sums.append(sums[-1] + s)
+    The longest part is at most ``SLACK`` times as long as it has to be; of such cuts the largest part holds at most ``SLACK`` times what it
+    has to; and what crosses is then least.
 
-    def solve(longest: float) -> tuple[list[int], float]:
-        """The least (crossing, longest part) with parts of at most ``longest``: where they begin, and the longest part."""
-        best: list[dict[int, tuple[float, float, int]]] = [{k: (0.0, sums[k], 0) for k in range(1, count + 1) if sums[k] <= longest}]
-        for _ in range(1, parts):
+    Args:
+        memory: for every part, what each block holds if it is in that part.
+    """
+    count, sums = len(seconds), _sums(seconds)
+    sizes = [_sums(row) for row in memory] if memory is not None else []
+
+    def solve(longest: float, most: float) -> list[int]:
+        """The least crossing with parts of at most ``longest`` and ``most``, then the shortest longest part; [] where there is none."""
+        best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+        for part in range(parts):
             row: dict[int, tuple[float, float, int]] = {}
             for begin, (crossed, worst, _) in best[-1].items():
-                for end in range(begin + 1, count + 1):
-                    length = sums[end] - sums[begin]
-                    if length > longest:
-                        break
-                    found = (crossed + crossing[begin], max(worst, length), begin)
+                crossed += crossing[begin] if part and begin < count else 0.0
+                for end in range(begin + 1, _reach(part, begin, longest, most) + 1):
+                    found = (crossed, max(worst, sums[end] - sums[begin]), begin)
                     if end not in row or found < row[end]:
                         row[end] = found
             best.append(row)
         if count not in best[-1]:
-            return [], math.inf
-        at, found_ = count, []
-        for part in range(parts - 1, 0, -1):
+            return []
+        at, begins = count, []
+        for part in range(parts, 1, -1):
             at = best[part][at][2]
-            found_.append(at)
-        return found_[::-1], best[-1][count][1]
+            begins.append(at)
+        return begins[::-1]
 
-    # the shortest longest part: parts filled up to a limit, the limit halved between too short and long enough
-    low, high = max(max(seconds), sums[-1] / parts), sums[-1]
-    for _ in range(40):
+    def _reach(part: int, begin: int, longest: float, most: float) -> int:
+        """How far a part that begins there may go."""
+        end = bisect_right(sums, sums[begin] + longest) - 1
+        return min(end, bisect_right(sizes[part], sizes[part][begin] + most) - 1) if sizes else end
+
+    def possible(longest: float, most: float) -> bool:
+        """Whether there are such parts: those that end anywhere between their shortest and longest, part by part."""
+        ends = [True] + [False] * count
+        for part in range(parts):
+            edge = [0] * (count + 2)
+            for begin, there in enumerate(ends[:count]):
+                if there and (far := _reach(part, begin, longest, most)) > begin:
+                    edge[begin + 1] += 1
+                    edge[far + 1] -= 1
+            ends = [n > 0 for n in accumulate(edge[: count + 1])]
+        return ends[count]
+
+    # the least limits, halved between too small and large enough
+    longest = _least(max(max(seconds), sums[-1] / parts), sums[-1], lambda limit: possible(limit, math.inf)) * SLACK
+    most = math.inf
+    if sizes:
+        top = max(row[-1] for row in sizes)
+        most = _least(0.0, top, lambda limit: possible(longest, limit)) * SLACK
+    return solve(longest, most)
+
+
+def _sums(row: Sequence[float]) -> list[float]:
+    return [0.0, *accumulate(row)]
+
+
+def _least(low: float, high: float, enough: Callable[[float], bool]) -> float:
+    """About the least limit between two that is enough; ``high`` is."""
+    for _ in range(30):
         middle = (low + high) / 2
-        if _parts(seconds, middle) <= parts:
-            high = middle
-        else:
-            low = middle
-    return solve(high * SLACK)[0] or solve(math.inf)[0]
-
-
-def _parts(seconds: Sequence[float], longest: float) -> int:
-    """How many parts it takes if none is longer."""
-    parts, length = 1, 0.0
-    for s in seconds:
-        if length + s > longest:
-            parts, length = parts + 1, 0.0
-        length += s
-    return parts
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -9,14 +9,14 @@ from autopar.api import verify
 from autopar.compare import Report
 from autopar.errors import PlanError
 from autopar.layout.mesh import Mesh
+from autopar.pipelined import stage_count
 from autopar.plan.plan import Plan
 from tests.equality.cases import MODELS, Case, Model
 
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "pp=2,dp=2,tp=2")
 SCHEDULES = ("1f1b", "zb-h1", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipev")
-#: of so few modules that two stages for each of four ranks are too many, or even four stages.
-SHORT = ("mlp", "lstm cells")
-SHORTER = ("lstm", "gru")
+#: models of so few modules that they can't be cut into as many stages.
+TOO_MANY = {"mlp": 8, "lstm cells": 8, "lstm": 4, "gru": 4}
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Staged:
     @property
     def refused(self) -> bool:
         """Whether the model has fewer modules than there are stages, which must be said when compiling."""
-        two = self.variant in ("interleaved", "zb-v", "dualpipev")
-        return self.mesh == "pp=4" and (self.name in SHORTER or (two and self.name in SHORT))
+        stages = stage_count(self.variant, Mesh.parse(self.mesh)["pp"])
+        return stages >= TOO_MANY.get(self.name, stages + 1)
 
     def refusal(self) -> str:
         """The error of a refused cell. Raises AssertionError where it isn't refused."""
