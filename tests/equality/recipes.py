@@ -46,7 +46,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, a mesh and a plan. ``draw`` is the seed of a random layout; None: the layout that autopar chooses."""
+    """A model, a mesh and a plan. ``draw`` is the seed of a random layout; None: the layout that autopar chooses.
+
+    ``interleave``: microbatches run side by side.
+    """
 
     blocks: tuple[Block, ...]
     loss: str
@@ -55,6 +58,7 @@ class Recipe:
     microbatches: int
     zero: int
     draw: int | None
+    interleave: bool = False
 
     def cross_sample(self) -> bool:
         return any(b.name in CROSS_SAMPLE for b in self.blocks)
@@ -74,6 +78,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         microbatches=draw(st.sampled_from((1, 2))),
         zero=draw(st.sampled_from((1, 0))),
         draw=draw(st.one_of(st.integers(0, 999), st.integers(0, 999), st.integers(0, 999), st.none())),
+        interleave=draw(st.booleans()),
     )
     return replace(found, microbatches=1) if found.cross_sample() else found
 
@@ -170,7 +175,8 @@ def differences(traces: list[Trace], reference: Trace) -> list[str]:
 def check(recipe: Recipe) -> None:
     """Loss, gradients and buffers of the first step equal the plain model's, or the first value that differs is named."""
     model, batch = material(recipe)
-    mesh, plan = Mesh.parse(recipe.mesh), Plan(microbatches=recipe.microbatches, zero=recipe.zero, buckets=3000)
+    mesh, ways = Mesh.parse(recipe.mesh), recipe.microbatches if recipe.interleave else 1
+    plan = Plan(microbatches=recipe.microbatches, interleave=ways, zero=recipe.zero, buckets=3000)
     compiled = compiled_for(model, batch, mesh, plan, recipe.draw)
     traces = run_ranks(compiled, model, batch, mesh)
     start = material(recipe)[0]

@@ -31,7 +31,9 @@ def by_turns() -> list[Recipe]:
     for n, name in enumerate(BLOCKS):
         count = 1 if name in CROSS_SAMPLE else rng.choice((1, 2))
         blocks = (Block(name, residual=rng.random() < 0.5),)
-        found.append(Recipe(blocks, losses[n % len(losses)], rng.random() < 0.3, rng.choice(MESHES), count, rng.choice((0, 1)), n))
+        found.append(
+            Recipe(blocks, losses[n % len(losses)], rng.random() < 0.3, rng.choice(MESHES), count, rng.choice((0, 1)), n, n % 2 > 0)
+        )
     return found
 
 
