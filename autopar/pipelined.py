@@ -24,6 +24,7 @@ from autopar.passes.fuse import fuse
 from autopar.passes.masks import split_masks
 from autopar.passes.stages import cut_points, cut_stages
 from autopar.plan.plan import Plan
+from autopar.plan.schedule import SEARCH, search_schedule
 from autopar.plan.stages import choose_cuts
 from autopar.progress import Progress
 from autopar.rules import Rules
@@ -83,17 +84,21 @@ def cut_pipeline(
     elif plan.cuts is not None:
         cuts = tuple(plan.cuts)
     else:
-        live = peak_live(build(name, stage_count(name, ranks), microbatches, ranks)).stages
+        count = stage_count(name, ranks)
+        live = (ranks,) * count if name == SEARCH else peak_live(build(name, count, microbatches, ranks)).stages
         cuts = choose_cuts(split, atoms, rules, live, device)
     stages = len(cuts) + 1
     if stages % ranks:
         raise PlanError(
             f"{stages} stages on pp={ranks}: every rank holds as many", hint=f"a multiple of {ranks} stages: cuts= with one less"
         )
-    schedule = (
-        like.schedule if like is not None and like.schedule.microbatches == microbatches else build(name, stages, microbatches, ranks)
-    )
     programs = cut_stages(local, cut_points(local, cuts), like.homes if like is not None else None)
+    if like is not None and like.schedule.microbatches == microbatches:
+        schedule = like.schedule
+    elif name == SEARCH and trained:
+        schedule = search_schedule(programs, ranks, split, atoms, rules, device, microbatches)
+    else:
+        schedule = build("1f1b" if name == SEARCH else name, stages, microbatches, ranks)
     edges = tuple(dict.fromkeys(Edge(c.source, c.made, c.target, c.wanted) for p in programs for c in p.crossings if c.target == p.stage))
     validate(schedule, edges)
     instructions = lower(schedule, edges)[coordinate]

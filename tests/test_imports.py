@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"rules"},
     # values alone, and not even ir: see below
     "schedule": set(),
-    "plan": {"rules", "cost", "sources"},
+    "plan": {"rules", "cost", "sources", "schedule"},
     # passes read a plan's layout; they put in calls of runtime ops, and look up torch's ops
     "passes": {"_torch", "rules", "cost", "plan", "runtime.ops", "runtime.random"},
     # what a stage's module is like is a value of the runtime

@@ -27,7 +27,8 @@ class Plan:
         microbatches: parts of the batch whose gradients are summed (gradient accumulation).
         interleave: how many microbatches run side by side, so that one's collectives hide behind another's compute; 1 (the default): none.
         schedule: of the stages of ``pp``: a name (``1f1b``, the default, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-v``,
-            ``dualpipev``), or a function of (stages, microbatches, ranks) that gives an ``autopar.schedule.Schedule``.
+            ``dualpipev``; ``search``: found for the stages' predicted times), or a function of (stages, microbatches, ranks) that
+            gives an ``autopar.schedule.Schedule``.
         cuts: paths of the modules that begin all stages but the first; a multiple of ``pp`` stages.
         buckets: bytes after which a bucket of gradients is closed.
         shard: parameter globs to placements: ``{"*.up.weight": "dim0@tp", "head.*": "replicate"}``; of two that match the later wins.

@@ -66,22 +66,24 @@ def block_seconds(
     numbers = [forward[at].where.order for at in places]
     position = {n.name: k for k, n in enumerate(forward)}
     total = [0.0] * len(places)
-    for n, node in enumerate(program.nodes):
+    for node, seconds in zip(program.nodes, node_seconds(program, atoms, rules, device), strict=True):
         if node.name in position:
             block = bisect_right(places, position[node.name]) - 1
         else:
             block = max(bisect_right(numbers, node.where.order) - 1, 0)
-        total[block] += _seconds(program, atoms, rules, device, n)
+        total[block] += seconds
     return total
 
 
-def _seconds(program: Program, atoms: Atoms, rules: Rules, device: Device, n: int) -> float:
-    node, row = program.nodes[n], atoms.rows[n]
-    if row.moves:
-        return 0.0
-    nbytes = sum(program.types[name].nbytes for name in (*node.refs(), *node.outs) if name)
-    flops = 2.0 * math.prod(row.sizes.values()) if rules[node.op].contraction else 0.0
-    return device.seconds(flops, nbytes)
+def node_seconds(program: Program, atoms: Atoms, rules: Rules, device: Device) -> list[float]:
+    """Predicted seconds of every node, on one device; views take none."""
+    found = []
+    for n, node in enumerate(program.nodes):
+        row = atoms.rows[n]
+        nbytes = sum(program.types[name].nbytes for name in (*node.refs(), *node.outs) if name)
+        flops = 2.0 * math.prod(row.sizes.values()) if rules[node.op].contraction else 0.0
+        found.append(0.0 if row.moves else device.seconds(flops, nbytes))
+    return found
 
 
 def crossing_bytes(program: Program, forward: Sequence[Node], places: Sequence[int]) -> list[float]:
