@@ -317,7 +317,7 @@ def _batch(a: argparse.Namespace, mesh: Mesh, plan: Plan, least: int) -> int:
     """Rows of the global batch: as given, else the fewest over ``least`` that data ranks and microbatches divide."""
     if a.batch is not None:
         return a.batch
-    unit = mesh["dp"] * (plan.microbatches or 1)
+    unit = mesh["dp"] * (plan.microbatches or plan.interleave or 1)
     return -(-least // unit) * unit
 
 

@@ -110,8 +110,8 @@ def microbatches_of(plan: Plan, mesh: Mesh, rows: int) -> int:
     """
     if plan.microbatches is not None:
         return plan.microbatches
-    if plan.interleave is not None:
-        return plan.interleave
+    if (plan.interleave or 1) > 1:
+        return plan.interleave or 1
     return max(n for n in range(1, 4 * mesh["pp"] + 1) if rows % n == 0) if mesh["pp"] > 1 else 1
 
 

@@ -221,8 +221,9 @@ def head(compiled: Compiled, plan: Plan) -> str:
     """The plan in a few lines, and notes on what could not be had."""
     spec = compiled.spec
     seconds = ", ".join(f"{axis} {s * 1e3:.3g} ms" for axis, s in compiled.layout.seconds.items()) or "nothing to choose"
+    side = f", {plan.interleave} side by side" if spec.microbatches > 1 < (plan.interleave or 1) else ""
     lines = [
-        f"mesh {str(spec.mesh) or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es), "
+        f"mesh {str(spec.mesh) or 'of one rank'}, ZeRO {spec.zero}, {spec.microbatches} microbatch(es){side}, "
         f"sequence {'on' if plan.sequence else 'off'}",
         f"predicted seconds of work and communication that the choice of shardings was made by: {seconds}",
         f"segments: {sum(m.segments for m in compiled.modules)} distinct, called {sum(m.calls for m in compiled.modules)} times",

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.api import make_options, verify
 from autopar.capture.tree import take_batch
 from autopar.compiler import Compiled
 from autopar.errors import PlanError
-from autopar.inspect.tables import by_axis, collective_rows
+from autopar.inspect.tables import by_axis, collective_rows, head
 from autopar.ir.program import Node
 from autopar.layout.mesh import Mesh
 from autopar.passes import interleave
 from autopar.plan.plan import Plan
-from autopar.programs import compile_step
+from autopar.programs import compile_step, filled_plan, microbatches_of
 from models import gpt, llama, resnet
 
 
@@ -138,7 +138,14 @@ def test_refused() -> None:
         verify(resnet.build(), Mesh(dp=2), resnet.batch(8, torch.Generator()), plan=Plan(interleave=2))
 
 
-def test_the_plan_is_filled() -> None:
-    """A plan that autopar made names it, and holds when it is read back."""
-    plan = Plan(interleave=2)
-    assert Plan(microbatches=4).filled(interleave=1).interleave == 1 and autopar.Plan(**{"interleave": 2}) == plan
+def test_what_the_report_says(tmp_path: Path) -> None:
+    """A plan that autopar filled says it, and holds when it is read back; one microbatch at a time is as good as not said."""
+    batch = gpt.batch(4, torch.Generator())
+    for plan, wanted in ((Plan(interleave=2), ", 2 side by side"), (Plan(microbatches=2, interleave=1), "")):
+        made = compiled(gpt.build(), batch, Mesh(tp=2), plan)
+        assert f"2 microbatch(es){wanted}, sequence" in head(made, plan)
+        filled = filled_plan(plan, made)
+        assert (filled.interleave, filled.microbatches) == (plan.interleave, 2)
+        filled.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json").interleave == plan.interleave
+    assert microbatches_of(Plan(interleave=1), Mesh(pp=2), 8) == microbatches_of(Plan(), Mesh(pp=2), 8) == 8
