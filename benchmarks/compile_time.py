@@ -29,7 +29,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "8b": {},
     "405b": dict(layers=126, hidden=16384, heads=128, kv_heads=8, mlp_hidden=53248),
 }
-STAGES = ("capture", "canonicalize", "analyse", "plan dp", "plan tp", "insert", "buckets", "emit", "check")
+STAGES = ("capture", "canonicalize", "analyse", "plan dp", "plan tp", "insert", "stages", "buckets", "emit", "check")
 
 
 def measure(shape: str, layers: int | None, mesh: str, sequence: int) -> dict[str, Any]:
