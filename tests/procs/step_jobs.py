@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,11 +49,11 @@ def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def train(name: str, mesh: str, optimizer: str, microbatches: int, schedule: str | None = None) -> dict[str, Any]:
+def train(name: str, mesh: str, optimizer: str, plan: Plan) -> dict[str, Any]:
     """Three steps with clipping and a learning-rate scheduler."""
     step = parallelize(
         model_of(name), Mesh.parse(mesh), optimizer=OPTIMIZERS[optimizer], clip_grad_norm=0.5, seed=3, precision="fp64",
-        plan=Plan(microbatches=microbatches, buckets=8192, schedule=schedule),
+        plan=replace(plan, buckets=8192),
     )  # fmt: skip
     scheduler = halved(step.optimizer)
     losses, norms = [], []

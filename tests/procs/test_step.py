@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.layout.mesh import Mesh
+from autopar.plan.plan import Plan
 from autopar.reference import ReplaceRandom
 from tests.procs import step_jobs as jobs
 from tests.procs.pool import Pool
@@ -55,28 +56,43 @@ def same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     assert set(theirs) <= set(mine)
 
 
+MB = {n: Plan(microbatches=n) for n in (1, 2)}
 CASES = [
-    ("gpt", "dp=2", "SGD", 1), ("gpt", "tp=2", "AdamW", 2), ("gpt", "dp=2,tp=2", "AdamW", 2), ("gpt", "dp=2,tp=2", "SGD", 1),
-    ("gpt2", "dp=2", "AdamW", 2), ("gpt2", "tp=2", "SGD", 1), ("gpt2", "dp=2,tp=2", "AdamW", 1),
+    ("gpt", "dp=2", "SGD", MB[1]), ("gpt", "tp=2", "AdamW", MB[2]), ("gpt", "dp=2,tp=2", "AdamW", Plan(interleave=2)),
+    ("gpt", "dp=2,tp=2", "SGD", MB[1]), ("gpt2", "dp=2", "AdamW", MB[2]), ("gpt2", "tp=2", "SGD", Plan(interleave=2, sequence=True)),
+    ("gpt2", "dp=2,tp=2", "AdamW", MB[1]),
 ]  # fmt: skip
+
+
+def staged(microbatches: int, schedule: str | None = None) -> Plan:
+    return Plan(microbatches=microbatches, schedule=schedule)
 
 
 STAGED = [
-    ("gpt2", "pp=2", "AdamW", 4, "zb-v"), ("gpt", "pp=2,dp=2", "AdamW", 4, "zb-h1"), ("gpt2", "pp=2,tp=2", "SGD", 2, "1f1b"),
-    ("gpt", "pp=4", "AdamW", 4, "gpipe"),
+    ("gpt2", "pp=2", "AdamW", staged(4, "zb-v")), ("gpt", "pp=2,dp=2", "AdamW", staged(4, "zb-h1")),
+    ("gpt2", "pp=2,tp=2", "SGD", staged(2, "1f1b")), ("gpt", "pp=4", "AdamW", staged(4, "search")),
 ]  # fmt: skip
 SELDOM = [
-    ("gpt", "pp=2", "SGD", 2, "1f1b"), ("gpt", "pp=4", "SGD", 8, "zb-h2"), ("gpt2", "pp=2,dp=2", "AdamW", 2, "interleaved"),
-    ("gpt", "pp=2,tp=2", "AdamW", 4, "dualpipev"), ("gpt2", "dp=2,pp=2", "AdamW", 2, None), ("gpt2", "pp=2,tp=2", "SGD", 1, None),
+    ("gpt", "pp=2", "SGD", staged(2, "1f1b")), ("gpt", "pp=4", "SGD", staged(8, "zb-h2")), ("gpt", "pp=4", "AdamW", staged(4, "gpipe")),
+    ("gpt2", "pp=2,dp=2", "AdamW", staged(2, "interleaved")), ("gpt", "pp=2,tp=2", "AdamW", staged(4, "dualpipev")),
+    ("gpt2", "dp=2,pp=2", "AdamW", staged(2)), ("gpt2", "pp=2,tp=2", "SGD", staged(1)), ("gpt2", "tp=2", "SGD", MB[1]),
+    ("gpt", "dp=2,tp=2", "AdamW", MB[2]),
 ]  # fmt: skip
-TRAINED = [*((*case, None) for case in CASES), *STAGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)]
 
 
-@pytest.mark.parametrize(("name", "mesh", "optimizer", "microbatches", "schedule"), TRAINED)
-def test_training(procs: Pools, name: str, mesh: str, optimizer: str, microbatches: int, schedule: str | None) -> None:
+def told(value: object) -> str:
+    if not isinstance(value, Plan):
+        return str(value)
+    return " ".join(f"{k}={getattr(value, k)}" for k in ("microbatches", "interleave", "schedule", "sequence") if getattr(value, k))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "optimizer", "plan"), [*CASES, *STAGED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SELDOM)], ids=told
+)
+def test_training(procs: Pools, name: str, mesh: str, optimizer: str, plan: Plan) -> None:
     """Losses, gradient norms before clipping, gradients and weights after three steps."""
     size = Mesh.parse(mesh).size
-    ranks = procs(size).run(jobs.train, name, mesh, optimizer, microbatches, schedule, timeout=LIMIT)
+    ranks = procs(size).run(jobs.train, name, mesh, optimizer, plan, timeout=LIMIT)
     wanted = plain(name, optimizer)
     for rank in ranks:
         for mine, theirs in zip(rank["losses"], wanted["losses"], strict=True):
