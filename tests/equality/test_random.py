@@ -14,7 +14,7 @@ from autopar.plan.plan import Plan
 from autopar.reference import plain_steps
 from autopar.runtime.sim import SimComm
 from tests.equality.blocks import BLOCKS, CROSS_SAMPLE, LOSSES
-from tests.equality.cases import MODELS, Case, Model
+from tests.equality.cases import MODELS, SIMILAR, Case, Model
 from tests.equality.recipes import MESHES, SEED, Block, Recipe, check, compiled_for, differences, recipes, run_ranks
 
 
@@ -42,7 +42,11 @@ def test_block(recipe: Recipe) -> None:
     check(recipe)
 
 
-RANDOM_PLANS = [(model, mesh, n + k) for n, model in enumerate(MODELS) for k, mesh in enumerate(("dp=2,tp=2", "tp=4"))]
+RANDOM_PLANS = [
+    pytest.param(model, mesh, n + k, marks=[pytest.mark.slow] if model.name in SIMILAR else [])
+    for n, model in enumerate(MODELS)
+    for k, mesh in enumerate(("dp=2,tp=2", "tp=4"))
+]
 
 
 @pytest.mark.parametrize(("model", "mesh", "draw"), RANDOM_PLANS, ids=lambda v: v.name if isinstance(v, Model) else str(v))
