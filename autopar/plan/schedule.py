@@ -48,8 +48,8 @@ def search_schedule(
             if (reader := task.get(node.name)) in held and node.op != "autopar.accumulate":
                 held[reader] |= {r for r in node.refs() if task.get(r) in ("F", "I") and task[r] != reader}
         later = sum(program.types[v].nbytes for v in held["W"])
-        all_ = sum(program.types[v].nbytes for v in held["I"] | {v for v in held["W"] if task[v] == "F"})
-        activations.append(float(max(all_, later, 1)))
+        whole = sum(program.types[v].nbytes for v in held["I"] | {v for v in held["W"] if task[v] == "F"})
+        activations.append(float(max(whole, later, 1)))
         kept.append(float(max(later, 1)))
     unit = sum(map(sum, times.values())) / (3 * len(programs) or 1) or 1.0  # the search takes times of any unit
     f, i, w = (tuple(max(s / unit, 1e-6) for s in row) for row in times.values())

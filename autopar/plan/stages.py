@@ -152,7 +152,7 @@ def split(seconds: Sequence[float], crossing: Sequence[float], parts: int, memor
             row: dict[int, tuple[float, float, int]] = {}
             for begin, (crossed, worst, _) in best[-1].items():
                 crossed += crossing[begin] if part and begin < count else 0.0
-                for end in range(begin + 1, _reach(part, begin, longest, most) + 1):
+                for end in range(begin + 1, reach(part, begin, longest, most) + 1):
                     found = (crossed, max(worst, sums[end] - sums[begin]), begin)
                     if end not in row or found < row[end]:
                         row[end] = found
@@ -165,7 +165,7 @@ def split(seconds: Sequence[float], crossing: Sequence[float], parts: int, memor
             begins.append(at)
         return begins[::-1]
 
-    def _reach(part: int, begin: int, longest: float, most: float) -> int:
+    def reach(part: int, begin: int, longest: float, most: float) -> int:
         """How far a part that begins there may go."""
         end = bisect_right(sums, sums[begin] + longest) - 1
         return min(end, bisect_right(sizes[part], sizes[part][begin] + most) - 1) if sizes else end
@@ -176,7 +176,7 @@ def split(seconds: Sequence[float], crossing: Sequence[float], parts: int, memor
         for part in range(parts):
             edge = [0] * (count + 2)
             for begin, there in enumerate(ends[:count]):
-                if there and (far := _reach(part, begin, longest, most)) > begin:
+                if there and (far := reach(part, begin, longest, most)) > begin:
                     edge[begin + 1] += 1
                     edge[far + 1] -= 1
             ends = [n > 0 for n in accumulate(edge[: count + 1])]

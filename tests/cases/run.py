@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.api import make_options, verify
@@ -97,6 +98,29 @@ def values(mesh: str, model: nn.Module, batch: Any, **options: Any) -> list[tupl
 
 def near(a: Tensor, b: Any, within: float = 1e-10) -> bool:
     return torch.allclose(a.double(), torch.as_tensor(b, dtype=torch.float64), rtol=within, atol=within)
+
+
+def experts_loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Four experts of which each sample takes two, and a loss of their shares of the batch: ``router``, ``up``, ``down``, ``head``."""
+    p = m.router(x).softmax(-1)
+    best, index = p.topk(2, -1)
+    gate = torch.zeros_like(p).scatter(-1, index, best / best.sum(-1, keepdim=True))
+    experts = torch.einsum("tef,efd->ted", torch.einsum("td,edf->tef", x, m.up).relu(), m.down)
+    share = (gate > 0).to(x.dtype).mean(0)
+    return F.cross_entropy(m.head(torch.einsum("te,ted->td", gate, experts)), y) + 0.1 * 4 * (share * p.mean(0)).sum()
+
+
+def train_and_evaluate(step: Step, rank: int, x: Tensor) -> None:
+    """Evaluation draws no masks, repeats and leaves buffers alone; steps around it draw new ones each time."""
+    rows = step.shard(x)
+    step(rows)
+    before = step.full_state_dict()
+    twice = [step.evaluate([rows])[0] for _ in range(2)]
+    after = step.full_state_dict()
+    assert twice[0] == twice[1] and all(torch.equal(before[n], after[n]) for n in before)
+    assert near(torch.tensor(twice[0], dtype=torch.float64), copy.deepcopy(step.module()).eval()(x).item())
+    losses = [step(rows).item() for _ in range(2)]
+    assert losses[0] != losses[1]
 
 
 MB2, MB4, ZERO0, SEQUENCE = Plan(microbatches=2), Plan(microbatches=4), Plan(zero=0), Plan(sequence=True)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
-from tests.cases.run import MB2, Net, equal, values
-
-
-def _moe(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    p = m.router(x).softmax(-1)
-    best, index = p.topk(2, -1)
-    gate = torch.zeros_like(p).scatter(-1, index, best / best.sum(-1, keepdim=True))
-    experts = torch.einsum("tef,efd->ted", torch.einsum("td,edf->tef", x, m.up).relu(), m.down)
-    share = (gate > 0).to(x.dtype).mean(0)
-    return F.cross_entropy(m.head(torch.einsum("te,ted->td", gate, experts)), y) + 0.1 * 4 * (share * p.mean(0)).sum()
+from tests.cases.run import MB2, Net, equal, experts_loss, values
 
 
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
     up, down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
-    return Net(_moe, router=nn.Linear(8, 4, bias=False), up=up, down=down, head=nn.Linear(8, 5))
+    return Net(experts_loss, router=nn.Linear(8, 4, bias=False), up=up, down=down, head=nn.Linear(8, 5))
 
 
 def test_m01_auxiliary_loss_of_the_global_batch(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autopar.errors import CaptureError, InputError
 from autopar.layout.mesh import Mesh
 from autopar.runtime.sim import SimComm, run_simulated
 from autopar.step import Step
-from tests.cases.run import DEFAULTS, MB2, Net, equal, near, ranks
+from tests.cases.run import DEFAULTS, MB2, Net, equal, ranks, train_and_evaluate
 
 
 class Modes(nn.Module):
@@ -34,18 +35,7 @@ def test_x01_train_and_evaluate_in_turn() -> None:
     torch.manual_seed(0)
     model, x = Modes().double(), torch.randn(4, 8, dtype=torch.float64)
 
-    def run(step: Step, rank: int) -> None:
-        rows = step.shard(x)
-        step(rows)
-        before = step.full_state_dict()
-        twice = [step.evaluate([rows])[0] for _ in range(2)]
-        after = step.full_state_dict()
-        assert twice[0] == twice[1] and all(torch.equal(before[n], after[n]) for n in before)
-        assert near(torch.tensor(twice[0], dtype=torch.float64), copy.deepcopy(step.module()).eval()(x).item())
-        losses = [step(rows).item() for _ in range(2)]
-        assert losses[0] != losses[1]
-
-    ranks("dp=2", model, run)
+    ranks("dp=2", model, partial(train_and_evaluate, x=x))
     equal(model, x, ("dp=2", "tp=2"))
 
 

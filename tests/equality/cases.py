@@ -157,6 +157,15 @@ class Case:
         return verify(model, Mesh.parse(self.mesh), batch, plan=VARIANTS[self.variant][0], loss=self.model.loss, **options)
 
 
+def check(case: Any) -> None:
+    """A cell of the matrix (here, or with stages): refused if it must be, else equal."""
+    if case.refused:
+        assert case.refusal()
+        return
+    report = case.verify()
+    assert report.ok, report.table()
+
+
 def every() -> list[Case]:
     """The full matrix; a model without dropout has no row of that name."""
     return [

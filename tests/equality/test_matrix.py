@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.equality.cases import SIMILAR, Case, covering, every
+from tests.equality.cases import SIMILAR, Case, check, covering, every
 
 SAMPLE = covering()
 REST = [case for case in every() if case not in SAMPLE]
-
-
-def check(case: Case) -> None:
-    if case.refused:
-        assert case.refusal()
-        return
-    report = case.verify()
-    assert report.ok, report.table()
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan
 from autopar.step import Step
-from tests.cases.run import Net, adamw, equal, near, plain, ranks, values
+from tests.cases.run import Net, adamw, equal, experts_loss, near, plain, ranks, train_and_evaluate, values
 
 MESHES = ("pp=2", "pp=2,dp=2", "pp=2,tp=2")
 TWO = Plan(microbatches=2, cuts=("b",))
@@ -121,19 +122,8 @@ def test_x01_train_and_evaluate_in_turn() -> None:
     model = Net(forward, a=nn.Linear(8, 8), bn=nn.BatchNorm1d(8), drop=nn.Dropout(0.5), b=nn.Linear(8, 8)).double()
     x, plan = torch.randn(4, 8, dtype=torch.float64), Plan(microbatches=1, cuts=("b",))
 
-    def use(step: Step, rank: int) -> None:
-        rows = step.shard(x)
-        step(rows)
-        before = step.full_state_dict()
-        twice = [step.evaluate([rows])[0] for _ in range(2)]
-        after = step.full_state_dict()
-        assert twice[0] == twice[1] and all(torch.equal(before[n], after[n]) for n in before)
-        assert near(torch.tensor(twice[0], dtype=torch.float64), copy.deepcopy(step.module()).eval()(x).item())
-        losses = [step(rows).item() for _ in range(2)]
-        assert losses[0] != losses[1]
-
     for mesh in ("pp=2", "pp=2,dp=2"):
-        ranks(mesh, model, use, plan=plan)
+        ranks(mesh, model, partial(train_and_evaluate, x=x), plan=plan)
     equal(model, x, MESHES, (plan,))
     with pytest.raises(PlanError, match="can't be split into microbatches"):
         equal(model, x, ("pp=2",), (TWO,))
@@ -142,20 +132,12 @@ def test_x01_train_and_evaluate_in_turn() -> None:
 def test_m01_auxiliary_loss_of_experts() -> None:
     torch.manual_seed(0)
 
-    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        p = m.router(x).softmax(-1)
-        best, index = p.topk(2, -1)
-        gate = torch.zeros_like(p).scatter(-1, index, best / best.sum(-1, keepdim=True))
-        experts = torch.einsum("tef,efd->ted", torch.einsum("td,edf->tef", x, m.up).relu(), m.down)
-        share = (gate > 0).to(x.dtype).mean(0)
-        return F.cross_entropy(m.b(torch.einsum("te,ted->td", gate, experts)), y) + 0.1 * 4 * (share * p.mean(0)).sum()
-
     up, down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
-    model = Net(forward, router=nn.Linear(8, 4, bias=False), up=up, down=down, b=nn.Linear(8, 5))
+    model = Net(experts_loss, router=nn.Linear(8, 4, bias=False), up=up, down=down, head=nn.Linear(8, 5))
     batch = (torch.randn(8, 8), torch.randint(5, (8,)))
-    equal(model, batch, MESHES, (Plan(microbatches=1, cuts=("b",)),))
+    equal(model, batch, MESHES, (Plan(microbatches=1, cuts=("head",)),))
     with pytest.raises(PlanError, match="can't be split into microbatches"):
-        equal(model, batch, ("pp=2",), (TWO,))
+        equal(model, batch, ("pp=2",), (Plan(microbatches=2, cuts=("head",)),))
 
 
 def test_z09_a_head_that_only_the_last_microbatch_uses() -> None:
@@ -167,6 +149,10 @@ def test_z09_a_head_that_only_the_last_microbatch_uses() -> None:
 
     model = Net(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 4), c=nn.Linear(8, 4))
     batch = (torch.randn(8, 8), torch.arange(8) >= 6)
+    wanted_loss, wanted = plain(model, batch)
+    assert all(wanted[n].any() for n in ("b.weight", "c.weight"))
     for mesh in ("dp=2", *MESHES):
         cuts = ("b",) if "pp" in mesh else None
+        for loss, gradients in values(mesh, model, batch, plan=Plan(microbatches=4, cuts=cuts)):
+            assert near(loss, wanted_loss) and all(near(gradients[n], g) for n, g in wanted.items())
         equal(model, batch, (mesh,), (Plan(microbatches=4, cuts=cuts), Plan(microbatches=2, cuts=cuts)), optimizer=adamw)

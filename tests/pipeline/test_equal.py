@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autopar.plan.plan import Plan
-from tests.equality.cases import MODELS
+from tests.equality.cases import MODELS, check
 from tests.pipeline.cases import MESHES, SCHEDULES, Staged, every
-
-
-def check(cell: Staged) -> None:
-    if cell.refused:
-        assert cell.refusal()
-        return
-    report = cell.verify()
-    assert report.ok, report.table()
 
 
 def sample() -> list[Staged]:
