@@ -27,11 +27,13 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.interleave import interleave
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
+from autopar.passes.recompute import recompute
 from autopar.passes.unsort import unsort
 from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import check_globs, choose_recompute, costs_of, held_bytes
 from autopar.progress import Progress
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -140,6 +142,7 @@ def compile_program(
     count = plan.microbatches or 1
     split = split_microbatches(program, rules, batch_dims, count)
     check_program(split)
+    check_globs(split, plan.recompute)
     atoms = analyse(split, rules, batch_dims, count)
     bounds = find_bounds(captured)
 
@@ -161,6 +164,12 @@ def compile_program(
                 program, split, atoms, layout, local, staged.programs[first], staged.modules[first], spec, overruled, bounds=bounds,
                 rules=rules, device=device, pipeline=staged,
             )  # fmt: skip
+        if plan.recompute is not None and any(True for _ in split.outputs_of("grad")):
+            progress.at("recompute")
+            costs = costs_of(local, split, atoms, rules, device)
+            again = choose_recompute(local, plan.recompute, costs, recompute, held=held_bytes(local))
+            local = recompute(local, again)
+            check_local(local)
         progress.at("buckets")
         lanes = interleave(local, plan.interleave or 1)
         trained = any(True for _ in split.outputs_of("grad"))

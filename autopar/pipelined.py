@@ -22,8 +22,10 @@ from autopar.passes.check import check_local
 from autopar.passes.check_placements import check_buckets
 from autopar.passes.fuse import fuse
 from autopar.passes.masks import split_masks
+from autopar.passes.recompute import recompute
 from autopar.passes.stages import cut_points, cut_stages
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import choose_recompute, costs_of, held_bytes
 from autopar.plan.schedule import SEARCH, search_schedule
 from autopar.plan.stages import choose_cuts
 from autopar.progress import Progress
@@ -111,8 +113,15 @@ def cut_pipeline(
     for s, rank in enumerate(schedule.placement):
         if rank != coordinate:
             continue
-        progress.at("buckets")
         program = programs[s]
+        if plan.recompute is not None and trained:
+            progress.at("recompute")
+            others = peak_live(schedule).stages[s] - 1
+            costs = costs_of(program, split, atoms, rules, device)
+            again = choose_recompute(program, plan.recompute, costs, recompute, held=held_bytes(program), others=others)
+            program = recompute(program, again)
+            check_local(program)
+        progress.at("buckets")
         made = _buckets(program, groups, plan, s, like)
         final = fuse(bucketize(program, made, zero, looped=True))
         if "W" in kinds:

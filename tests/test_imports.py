@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "capture": {"_torch"},
     # rows name the ops that local programs call, and number random elements as the runtime does
     "rules": {"_torch", "runtime.ops", "runtime.random"},
-    "cost": {"rules"},
+    # whether an op's result is a view
+    "cost": {"rules", "_torch"},
     # values alone, and not even ir: see below
     "schedule": set(),
     "plan": {"rules", "cost", "sources", "schedule"},

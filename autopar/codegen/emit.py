@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from autopar.codegen.memory import overwritten
 from autopar.codegen.render import Site, assign, bracket, call, define, offset
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Offset, Region, dtype_name, fresh_name
+from autopar.ir.program import Node, Offset, Region, dtype_name, fresh_name, layer_of
 
 #: random ops: position of the number of the call, which differs from layer to layer.
 _SITES = {"autopar.keep": 1, "autopar.uniform": 1, "autopar.normal": 1, "autopar.randint": 1, "autopar.bernoulli": 1}
@@ -63,12 +63,6 @@ class Module:
     calls: int = 0
     axes: tuple[tuple[str, ...], ...] = ()
     gathers: tuple[str, ...] = ()
-
-
-def layer_of(node: Node) -> str:
-    """The repeated layer that a node belongs to: its module path up to the first number; "" outside of layers."""
-    match = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", node.where.module)
-    return match.group(1) if match else ""
 
 
 def emit(program: LocalProgram, title: str = "", *, tensor_sites: bool = False) -> Module:
@@ -192,7 +186,7 @@ class Emitter:
                 self.start(node, region)
                 pending.append(node.outs[0])
             else:
-                if run and (layer_of(run[0]), run[0].phase) != (layer_of(node), node.phase):
+                if run and (layer_of(run[0].where.module), run[0].phase) != (layer_of(node.where.module), node.phase):
                     flush()
                 if {source.get(r, r) for r in node.refs()} & set(pending):
                     flush()
@@ -263,7 +257,7 @@ class Emitter:
         inside = {o for n in nodes for o in n.outs if o}
         here = Counter(r for n in nodes for r in n.refs())
         results = [o for n in nodes for o in n.outs if o and (o in finals or self.uses[o] > here[o])]
-        layer = layer_of(nodes[0])
+        layer = layer_of(nodes[0].where.module)
         prefix = layer.replace(".", "_") + "_" if layer else ""
         names: dict[str, str] = {}
         params: list[str] = []

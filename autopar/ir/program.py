@@ -5,6 +5,7 @@ A pass takes a Program and returns a new one; nothing here is ever edited in pla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -175,6 +176,12 @@ def map_refs(tree: Any, fn: Callable[[str], Any]) -> Any:
     if isinstance(tree, (tuple, list)):
         return tuple(map_refs(t, fn) for t in tree)
     return tree
+
+
+def layer_of(path: str) -> str:
+    """The repeated layer that a module or parameter belongs to: its path up to the first number; "" outside of layers."""
+    match = re.match(r"(.*?(?:^|\.)\d+)(?:\.|$)", path)
+    return match.group(1) if match else ""
 
 
 def fresh_name(stem: str, taken: Container[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -13,8 +14,29 @@ from autopar.errors import PlanError, UnsupportedError
 #: fields of the surface whose mechanism isn't built, and the words that say so.
 _LATER = {
     "per_microbatch": "statistics per microbatch",
-    "recompute": "recompute regions",
 }
+
+#: settings of ``recompute`` that are words.
+FULL, SELECTIVE = "full", "selective"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(text: str) -> int | None:
+    """``"80GB"``, ``"1.5 GiB"`` or ``"4096"`` as a number of bytes; None where it says none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", text.lower())
+    return int(float(match.group(1)) * _UNITS[match.group(2)]) if match and match.group(2) in _UNITS else None
+
+
+def limit_of(recompute: Any) -> int | None:
+    """The limit on bytes that a setting of ``recompute`` is, if it is one."""
+    if isinstance(recompute, str):
+        return parse_bytes(recompute)
+    return recompute if isinstance(recompute, int) and not isinstance(recompute, bool) else None
+
+
+def _can_be_recompute(value: Any) -> bool:
+    globs = isinstance(value, tuple) and all(isinstance(g, str) for g in value)
+    return value is None or globs or value in (FULL, SELECTIVE) or (limit_of(value) or 0) > 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,9 @@ class Plan:
             ``dualpipev``; ``search``: found for the stages' predicted times), or a function of (stages, microbatches, ranks) that
             gives an ``autopar.schedule.Schedule``.
         cuts: paths of the modules that begin all stages but the first; a multiple of ``pp`` stages.
+        recompute: what the backward makes again instead of keeping it: ``"full"``, all but the inputs of the repeated layers;
+            ``"selective"``, what takes little work for its memory; globs of modules, all inside of them; or a limit on the bytes of
+            a rank's parameters, gradients and activations (``"8GB"``, or a number), under which the least time is added.
         buckets: bytes after which a bucket of gradients is closed.
         shard: parameter globs to placements: ``{"*.up.weight": "dim0@tp", "head.*": "replicate"}``; of two that match the later wins.
         strict: a request that can't be met is an error instead of a note.
@@ -81,6 +106,12 @@ class Plan:
             raise PlanError(
                 f"Plan(interleave={self.interleave}) doesn't divide Plan(microbatches={self.microbatches})",
                 hint=f"a multiple of {self.interleave} microbatches",
+            )
+        if isinstance(self.recompute, list):
+            object.__setattr__(self, "recompute", tuple(self.recompute))
+        if not _can_be_recompute(self.recompute):
+            raise PlanError(
+                f"Plan(recompute={self.recompute!r}) is no request", hint='"full", "selective", globs of modules ("layers.*",), or "8GB"'
             )
         if self.buckets is not None and (not isinstance(self.buckets, int) or self.buckets < 1):
             raise PlanError(f"Plan(buckets={self.buckets!r}) is not a number of bytes")

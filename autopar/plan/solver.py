@@ -40,7 +40,7 @@ class Model:
             table[column] = table.get(column, 0.0) + coefficient
         self.rows.append((low, high, list(table), list(table.values())))
 
-    def solve(self, seconds: float = 3600.0, gap: float = 1e-6) -> list[float]:
+    def solve(self, seconds: float = 3600.0, gap: float = 1e-6, what: str = "choosing shardings") -> list[float]:
         """The values of all columns at the optimum. Raises PlanError where there is none.
 
         ``seconds`` only ends what would never end: the best of what was found till then would be another choice on another rank.
@@ -68,7 +68,7 @@ class Model:
         solver.run()
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kTimeLimit:
-            raise PlanError(f"choosing shardings took longer than {seconds:g} s", hint="pin some: Plan(shard={...})")
+            raise PlanError(f"{what} took longer than {seconds:g} s", hint="leave less to choose: pin some of it in the Plan")
         if status != highspy.HighsModelStatus.kOptimal:
-            raise PlanError(f"no sharding satisfies the constraints ({solver.modelStatusToString(status)})")
+            raise PlanError(f"{what}: nothing satisfies the constraints ({solver.modelStatusToString(status)})")
         return list(solver.getSolution().col_value)

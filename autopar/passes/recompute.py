@@ -1,0 +1,87 @@
+"""Recompute: values of the forward that the backward makes again instead of keeping them.
+
+A rewrite of the local program. Every value that the backward reads and that isn't to be kept is made once more, by a copy of its forward
+node that stands right before the first backward node that reads it; what the copies read is copied likewise, up to what is kept. So
+nothing is held that nobody reads, a collective that has to be run again is one like any other, and nothing is left to chance: random
+numbers depend on their place (``runtime/random``), and what a buffer becomes is an output of the forward alone.
+
+Source: Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.ir.local import LocalProgram
+from autopar.ir.program import Node, fresh_name
+
+P = TypeVar("P", bound=LocalProgram)
+
+#: what a value's name gets where it is made again.
+SUFFIX = "_again"
+
+
+def can_be_made_again(node: Node) -> bool:
+    """Whether a node is one that the backward may run again: of the forward of a microbatch."""
+    return node.phase == "forward" and node.region == "body" and node.op != "autopar.accumulate"
+
+
+def recompute(program: P, values: Collection[str]) -> P:
+    """The program whose backward makes ``values`` again. Those that it doesn't read, and needs for none that it reads, are no matter."""
+    again = set(values)
+    makers = {o: n for n in program.nodes if can_be_made_again(n) for o in n.outs if o in again}
+    types, shardings, wholes = dict(program.types), dict(program.shardings), dict(program.global_types)
+    wanted = _wanted(program, makers)
+    names: dict[str, str] = {}
+    nodes: list[Node] = []
+
+    def make(value: str) -> None:
+        """Puts the copies that make a value before what follows."""
+        left = [value]
+        while left:
+            maker = makers[left[-1]]
+            missing = [r for r in maker.refs() if r in makers and r not in names]
+            if missing:
+                left += reversed(missing)
+                continue
+            left.pop()
+            if value_of(maker) in names:
+                continue
+            outs = []
+            for out in maker.outs:
+                if out not in wanted:
+                    outs.append("")
+                    continue
+                names[out] = fresh_name(f"{out}{SUFFIX}", types)
+                types[names[out]] = types[out]
+                if out in shardings:
+                    shardings[names[out]], wholes[names[out]] = shardings[out], wholes[out]
+                outs.append(names[out])
+            copy = maker.reading([names.get(r, r) for r in maker.refs()])
+            nodes.append(replace(copy, outs=tuple(outs), phase="backward"))
+
+    def value_of(maker: Node) -> str:
+        return next(o for o in maker.outs if o in wanted)
+
+    for node in program.nodes:
+        if node.phase == "backward" and node.region == "body":
+            for r in node.refs():
+                if r in makers and r not in names:
+                    make(r)
+            node = node.reading([names.get(r, r) for r in node.refs()])
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes), types=types, shardings=shardings, global_types=wholes)
+
+
+def _wanted(program: LocalProgram, makers: dict[str, Node]) -> set[str]:
+    """The values that are made again: those that the backward reads, and what they are made of."""
+    left = [r for n in program.nodes if n.phase == "backward" and n.region == "body" for r in n.refs() if r in makers]
+    found: set[str] = set()
+    while left:
+        value = left.pop()
+        if value not in found:
+            found.add(value)
+            left += [r for r in makers[value].refs() if r in makers]
+    return found

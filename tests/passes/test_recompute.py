@@ -1,0 +1,191 @@
+"""Recompute: the backward makes values again; the result stays equal to the bit, and less is kept."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.api import make_options, verify
+from autopar.capture.tree import take_batch
+from autopar.compiler import Compiled
+from autopar.cost.live import find_lives, kept_bytes, profile
+from autopar.errors import PlanError
+from autopar.ir.local import LocalProgram
+from autopar.layout.mesh import Mesh
+from autopar.passes import recompute as module
+from autopar.plan.plan import Plan, limit_of, parse_bytes
+from autopar.plan.recompute import held_bytes
+from autopar.programs import compile_step
+from autopar.runtime.comm import Comm
+from autopar.runtime.sim import run_simulated
+from autopar.step import Step
+from models import gpt, resnet
+
+SIZES = dict(layers=3, hidden=64, vocab=128, sequence=32)
+BATCH = gpt.batch(8, torch.Generator().manual_seed(1), vocab=128, sequence=32)
+
+
+def model(dropout: float = 0.2) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt.build(dropout=dropout, **SIZES)
+
+
+def compiled(mesh: Mesh, **plan: Any) -> Compiled:
+    tree, tensors = take_batch(BATCH)
+    options = make_options(None, None, Plan(**plan), None, 0, "check", None, 0, "eager", ())
+    return compile_step(model(), mesh, options, tree, tensors)
+
+
+def peak(program: LocalProgram) -> int:
+    return max(profile(list(find_lives(program).values()), len(program.nodes)))
+
+
+def test_less_is_kept() -> None:
+    """Each setting keeps less; full keeps about the layers' inputs."""
+    mesh = Mesh(tp=2)
+    kept = [kept_bytes(compiled(mesh, recompute=r).final) for r in (None, ("blocks.1",), ("blocks.*.mlp",), "selective", "full")]
+    nothing, layer, mlps, selective, full = kept
+    assert nothing > 1.3 * max(layer, mlps) > 1.3 * min(layer, mlps) > 1.3 * 1.3 * selective > 1.3 * 1.3 * full
+    stream = BATCH[0].numel() * 64 * 4
+    loss = BATCH[0].numel() * 128 * 4
+    assert full < (SIZES["layers"] + 2) * stream + 2 * loss
+
+
+@pytest.mark.parametrize("request_", ["full", "selective", ("blocks.0", "blocks.*.mlp"), "3MB"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2"], ids=str)
+def test_equal(mesh: str, request_: Any) -> None:
+    """Gradients, with dropout and microbatches, beside the plain model, and on stages."""
+    plan = Plan(recompute=request_, microbatches=2, schedule="zb-h1" if "pp" in mesh else None)
+    report = verify(model(), Mesh.parse(mesh), BATCH, plan=plan)
+    assert report.ok, report.table()
+
+
+def bits(mesh: Mesh, plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step in float32."""
+    options = make_options(None, None, plan, None, 0, "check", None, 0, "eager", ())
+    share: dict[Any, Any] = {}
+
+    def rank(comm: Comm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        step = Step(model(0.5), comm.mesh, comm, options, share)
+        return step(step.shard(BATCH)), step.gradients()
+
+    return run_simulated(mesh, rank)[0]
+
+
+@pytest.mark.parametrize("request_", ["full", "selective"])
+def test_to_the_bit(request_: str) -> None:
+    """R03: masks and all else repeat, so that nothing changes in any bit, also in float32."""
+    loss, grads = bits(Mesh(tp=2), Plan())
+    again, found = bits(Mesh(tp=2), Plan(recompute=request_))
+    assert torch.equal(loss, again) and grads.keys() == found.keys()
+    assert all(torch.equal(grads[name], found[name]) for name in grads)
+
+
+def test_another_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seeded fault: the copy of a random node draws other numbers."""
+    made = module.recompute
+
+    def faulty(program: LocalProgram, values: Any) -> LocalProgram:
+        found = made(program, values)
+        nodes = [
+            n.with_args(n.args[0], n.args[1] + 1, *n.args[2:]) if n.op == "autopar.keep" and n.phase == "backward" else n
+            for n in found.nodes
+        ]  # fmt: skip
+        assert tuple(nodes) != found.nodes
+        return replace(found, nodes=tuple(nodes))
+
+    monkeypatch.setattr("autopar.compiler.recompute", faulty)
+    assert not verify(model(), Mesh(dp=2), BATCH, plan=Plan(recompute="full")).ok
+
+
+class Counting(nn.Module):
+    """R04: a counter and running statistics, and a router whose ties are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
+        self.router, self.experts = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 8))
+        nn.init.zeros_(self.router.weight)
+        nn.init.zeros_(self.router.bias)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        for layer in self.layers:
+            x = x + layer(x)
+        score, which = self.router(x).softmax(-1).topk(1)
+        return (x * self.experts[which[:, 0]] * score).square().mean()
+
+
+@pytest.mark.parametrize("request_", ["full", ("layers.*", "router"), "selective"], ids=str)
+def test_side_effects_happen_once(request_: Any) -> None:
+    torch.manual_seed(0)
+    report = verify(Counting(), Mesh(dp=2), torch.randn(8, 8), plan=Plan(recompute=request_))
+    assert report.ok, report.table()
+    assert any("num_batches_tracked" in str(row) for row in report.rows) and any("count" in str(row) for row in report.rows)
+
+
+def test_statistics_of_a_batch() -> None:
+    report = verify(resnet.build(), Mesh(dp=2), resnet.batch(8, torch.Generator().manual_seed(0)), plan=Plan(recompute="full"))
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+def test_a_limit_is_kept(mesh: str) -> None:
+    """The peak falls with the limit, is under it, and no more time is added than the limit asks for."""
+
+    def look(request_: Any) -> tuple[int, int, int, int]:
+        """Most bytes of activations and gradients, bytes of parameters, of the buckets that follow the loop, and nodes that run again."""
+        found = compiled(Mesh.parse(mesh), recompute=request_, microbatches=4 if "pp" in mesh else 1)
+        again = sum(n.outs[0].endswith("_again") for n in found.final.nodes)
+        flats = sum(b.numel * b.dtype.itemsize for b in found.spec.buckets)
+        if found.pipeline is None:
+            return peak(replace(found.local, nodes=found.final.nodes, types=found.final.types)), held_bytes(found.local), 0, again
+        return peak(found.final) + 3 * kept_bytes(found.final), flats, flats, again
+
+    whole, held, _, _ = look(None)
+    least, _, _, most = look("full")
+    seen = []
+    for share in (0.8, 0.5, 0.2):
+        limit = held + least + int((whole - least) * share)
+        live, _, after, again = look(limit)
+        seen.append((live, again))
+        assert live + held <= limit + after
+    assert whole > seen[0][0] > seen[1][0] > seen[2][0]
+    assert 0 < seen[0][1] < seen[1][1] < seen[2][1] <= most + 40
+
+
+def test_a_limit_that_nothing_meets() -> None:
+    with pytest.raises(PlanError, match="no choice of what to recompute fits into 100,000 bytes") as error:
+        compiled(Mesh(tp=2), recompute="100KB")
+    assert "models/gpt.py" in str(error.value) and "of the rest most are" in str(error.value)
+
+
+def test_bad_requests() -> None:
+    for bad in ("everything", 0, -5, True, 1.5, [3]):
+        with pytest.raises(PlanError, match="is no request"):
+            Plan(recompute=bad)
+    with pytest.raises(PlanError, match="no module that the forward calls matches 'bloks.*'"):
+        compiled(Mesh(tp=2), recompute=("bloks.*",))
+
+
+def test_bytes() -> None:
+    assert [parse_bytes(t) for t in ("80GB", "1.5 GiB", "4096", "2kb", "3 m", "x", "1TBx", "full")] == [
+        80 * 10**9, 3 * 2**29, 4096, 2000, 3_000_000, None, None, None,
+    ]  # fmt: skip
+    assert limit_of(7) == 7 and limit_of("7") == 7 and limit_of("full") is None and limit_of(("a",)) is None
+
+
+def test_nothing_is_made_for_nobody() -> None:
+    """Copies that no gradient needs aren't there: values that are kept end the chains."""
+    final = compiled(Mesh(dp=2), recompute="full").final
+    read = {r for n in final.nodes for r in n.refs()} | {o.value for o in final.outputs}
+    copies = [n for n in final.nodes if any(o.endswith(module.SUFFIX) for o in n.outs)]
+    assert copies and all(any(o in read for o in n.outs if o) for n in copies)
+    assert all(n.phase == "backward" for n in copies) and copy.copy(copies)
