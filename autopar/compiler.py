@@ -28,6 +28,7 @@ from autopar.passes.interleave import interleave
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
 from autopar.passes.recompute import recompute
+from autopar.passes.regather import regather
 from autopar.passes.unsort import unsort
 from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
@@ -175,10 +176,10 @@ def compile_program(
         trained = any(True for _ in split.outputs_of("grad"))
         buckets: tuple[Bucket, ...]
         if like is None:
-            buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP)
+            buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP, zero=zero)
         else:
             buckets = same_buckets(like.spec.buckets, lanes) if trained else like.spec.buckets
-        final = fuse(bucketize(lanes, buckets, zero))
+        final = fuse(regather(bucketize(lanes, buckets, zero)))
         progress.at("check")
         check_local(final)
         check_buckets(final, lanes)

@@ -23,6 +23,7 @@ from autopar.passes.check_placements import check_buckets
 from autopar.passes.fuse import fuse
 from autopar.passes.masks import split_masks
 from autopar.passes.recompute import recompute
+from autopar.passes.regather import regather
 from autopar.passes.stages import cut_points, cut_stages
 from autopar.plan.plan import Plan
 from autopar.plan.recompute import choose_recompute, costs_of, held_bytes
@@ -122,10 +123,11 @@ def cut_pipeline(
             program = recompute(program, again)
             check_local(program)
         progress.at("buckets")
-        made = _buckets(program, groups, plan, s, like)
-        final = fuse(bucketize(program, made, zero, looped=True))
+        made = _buckets(program, groups, plan, s, zero, like)
+        final = bucketize(program, made, zero, looped=True)
         if "W" in kinds:
             final = split_masks(final)
+        final = fuse(regather(final))
         progress.at("check")
         check_local(final)
         check_buckets(final, program)
@@ -147,9 +149,11 @@ def stage_count(schedule: str | Callable[..., Schedule], ranks: int) -> int:
     return ranks * (2 if schedule in ("interleaved", "zb-v", "dualpipev") else 1)
 
 
-def _buckets(program: StageProgram, groups: Mapping[str, int], plan: Plan, stage: int, like: Staged | None) -> tuple[Bucket, ...]:
+def _buckets(
+    program: StageProgram, groups: Mapping[str, int], plan: Plan, stage: int, zero: int, like: Staged | None
+) -> tuple[Bucket, ...]:
     if like is None:
-        return make_buckets(program, groups, plan.buckets or CAP, prefix=f"stage{stage}_")
+        return make_buckets(program, groups, plan.buckets or CAP, prefix=f"stage{stage}_", zero=zero)
     kept = like.programs[stage].buckets
     return same_buckets(kept, program) if any(True for _ in program.outputs_of("grad")) else kept
 

@@ -38,7 +38,7 @@ from autopar.programs import WEIGHT, Options, compile_step, cut_rows, filled_pla
 from autopar.progress import Progress
 from autopar.runtime import optimizer as opt
 from autopar.runtime.comm import Comm
-from autopar.runtime.executor import Executable, State, cut, gather, gather_fixed, make_state, waited
+from autopar.runtime.executor import Executable, State, cut, flatten, gather, gather_fixed, make_state, waited
 from autopar.runtime.pipeline import Pipeline, save_stages
 from autopar.runtime.random import step_key
 from autopar.runtime.update import update
@@ -323,10 +323,7 @@ class Step:
         state, coords = self._state, self._comm.coords
         state.changed()
         for k, bucket in enumerate(state.buckets):
-            for m in bucket.members:
-                piece = cut(full[m.path].to(self._comm.device), m.sharding, self.mesh, coords)
-                state.whole[k][m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
-        state.filled()
+            state.fill(k, flatten(bucket, full.__getitem__, self.mesh, self._comm), self._comm)
         self._versions = [_torch.version(p) for p in state.parts]
         for path, (dtype, sharding) in self._train.spec.params.items():
             state.fixed[path] = cut(full[path].to(self._comm.device), sharding, self.mesh, coords).to(dtype)

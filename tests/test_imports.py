@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     # passes read a plan's layout; they put in calls of runtime ops, and look up torch's ops
     "passes": {"_torch", "rules", "cost", "plan", "runtime.ops", "runtime.random"},
     # what a stage's module is like is a value of the runtime
-    "codegen": {"_torch", "runtime.stage"},
+    "codegen": {"_torch", "cost", "runtime.stage"},
     "runtime": {"schedule"},
     # reports: everything but the surface
     # says on a stream what takes long

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.codegen.memory import overwritten
 from autopar.codegen.render import Site, assign, bracket, call, define, offset
+from autopar.cost.live import may_view
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Region, dtype_name, fresh_name, layer_of
 
@@ -24,6 +25,9 @@ _SITES = {"autopar.keep": 1, "autopar.uniform": 1, "autopar.normal": 1, "autopar
 #: ops that can write their result where it belongs: they take ``out``.
 _MADE_IN_PLACE = ("aten.mm.default", "autopar.embedding_backward")
 
+
+#: how many reductions of gradients whose memory the step takes may be under way.
+REDUCING = 2
 
 #: what a microbatch that runs beside others (passes/interleave.py) adds to its values' names; they share their segments.
 _LANE = re.compile(r"__[\d_]+$")
@@ -88,15 +92,20 @@ class Emitter:
     uses: Counter[str] = field(default_factory=Counter)
     gathers: dict[str, str] = field(default_factory=dict)  # bucket -> the gathered value
     buckets: set[str] = field(default_factory=set)
-    flats: list[str] = field(default_factory=list)
+    flats: list[str] = field(default_factory=list)  # given by the caller
+    taken: dict[str, int] = field(default_factory=dict)  # flat tensor that a step takes memory for -> its elements
+    open: set[str] = field(default_factory=set)  # those of them that there are, in the statements so far
+    reducing: list[str] = field(default_factory=list)  # their reductions under way
+    gathered: dict[str, str] = field(default_factory=dict)  # what lies in memory taken for a gather -> the gathered value
     over: dict[str, int] = field(default_factory=dict)  # result -> position of the operand that it is written over
     born: dict[str, str] = field(default_factory=dict)  # gradient that is made in its bucket -> its place there, as an expression
+    homes: dict[str, str] = field(default_factory=dict)  # and the flat tensor of its bucket
 
     def run(self) -> Module:
         p = self.program
         self.buckets = {i.name for i in p.inputs_of("bucket")}
         packs = {n.where.module: n.name for n in p.nodes if n.op == "autopar.pack"}
-        self.flats = [packs[b.name] for b in p.buckets if b.name in packs]
+        self.find_flats(packs)
         fixed = self.constant_nodes()
         main = [n for i, n in enumerate(p.nodes) if i not in fixed]
         order: dict[Region, list[Node]] = {"pre": [], "body": [], "post": []}
@@ -121,6 +130,22 @@ class Emitter:
             tuple(o.path for o in p.outputs_of("buffer")), tuple(o.path for o in p.outputs_of("output")),
             len(self.texts), self.calls, axes, tuple(self.gathers),
         )  # fmt: skip
+
+    def find_flats(self, packs: Mapping[str, str]) -> None:
+        """Where the gradients of buckets are made: in memory that the caller gives, or that a step takes for each until it is reduced."""
+        flats = [(packs[b.name], b.numel) for b in self.program.buckets if b.name in packs]
+        if self.program.zero < 2:
+            self.flats = [flat for flat, _ in flats]
+        else:
+            self.taken = dict(flats)
+        if self.program.zero < 3:
+            return
+        for node in self.program.nodes:
+            if node.op == "comm.all_gather" and node.args[0].name in self.buckets:
+                self.gathered[node.name] = node.name
+            elif refs := [r for r in node.refs() if r in self.gathered]:
+                if may_view(node) or node.op.startswith("comm."):  # a collective reads its operand until it is done
+                    self.gathered.update(dict.fromkeys(filter(None, node.outs), self.gathered[refs[0]]))
 
     def constant_nodes(self) -> set[int]:
         """Nodes that depend on nothing that changes from step to step."""
@@ -177,12 +202,16 @@ class Emitter:
                 flush()
                 wait(node.refs())
                 self.pack(node, region)
-            elif node.op == "comm.all_gather" and node.args[0].name in self.buckets:  # the caller has begun it
+            elif node.op == "comm.all_gather" and node.args[0].name in self.buckets and self.program.zero < 3:  # the caller has begun it
                 self.gathers[node.args[0].name] = node.outs[0]
                 pending.append(node.outs[0])
             elif node.op.startswith("comm."):
                 flush()
                 wait(node.refs())
+                if node.refs()[0] in self.taken:
+                    if len(self.reducing) == REDUCING:  # its memory is needed for the next
+                        wait([self.reducing.pop(0)])
+                    self.reducing.append(node.outs[0])
                 self.start(node, region)
                 pending.append(node.outs[0])
             else:
@@ -190,6 +219,7 @@ class Emitter:
                     flush()
                 if {source.get(r, r) for r in node.refs()} & set(pending):
                     flush()
+                    wait(node.refs())
                 run.append(node)
         flush()
         under_way = {o.value for o in self.program.outputs_of("bucket")}  # the caller waits for the last reductions
@@ -200,11 +230,11 @@ class Emitter:
 
         Not in compiled segments, which own their memory.
         """
-        if self.tensor_sites or self.program.microbatches > 1:
+        if self.tensor_sites:
             return
         producers = {o: n for n in nodes for o in n.outs if o}
         for pack in nodes:
-            if pack.op != "autopar.pack":
+            if pack.op != "autopar.pack" or pack.region != "body":  # what is packed behind the loop is a sum
                 continue
             offset = 0
             for ref in pack.args[0]:
@@ -213,6 +243,7 @@ class Emitter:
                     first = producers[first].refs()[0]
                 if first in producers and producers[first].op in _MADE_IN_PLACE and self.uses[first] == 1:
                     self.born[first] = f"ops.member({pack.name}, {offset}, {shape})"
+                    self.homes[first] = pack.name
                 offset += math.prod(shape)
 
     def indent(self, region: Region) -> int:
@@ -222,7 +253,12 @@ class Emitter:
     def start(self, node: Node, region: Region) -> None:
         value, axes, *rest = node.args
         args = [value.name, _axes(axes), *(f'"{r}"' if isinstance(r, str) else str(r) for r in rest), f'site="{node.where.module}"']
-        if node.op == "comm.reduce_scatter" and value.name in self.flats:  # its memory is ours to write to
+        if value.name in self.taken:
+            args.append("spent=True")
+        elif node.op == "comm.all_gather" and value.name in self.buckets:
+            kind = self.program.types[node.outs[0]]
+            args.append(f"out=comm.empty({kind.numel}, {kind.dtype})")
+        elif node.op == "comm.reduce_scatter" and value.name in self.flats:  # its memory is ours to write to
             part = self.program.types[node.outs[0]].shape[0]
             args.append(f"out=ops.own({value.name}, comm, {_axes(axes)}, {part})")
         function = f"comm.{node.op.removeprefix('comm.')}"
@@ -232,10 +268,18 @@ class Emitter:
 
     def pack(self, node: Node, region: Region) -> None:
         """Gradients into the flat tensor of their bucket, which the caller gave."""
+        self.take(node.name, region)
         pieces = [r.name for r in node.args[0]]
         args = [f"({', '.join(pieces)}{',' if len(pieces) == 1 else ''})", node.name]
         lines = assign(node.name, "ops.pack_into", args, self.indent(region), self.comment(node.name))
         self.statements.append(_Statement(lines, [node.name], [*pieces, node.name], region))
+
+    def take(self, flat: str, region: Region) -> None:
+        """Memory for the gradients of a bucket, where the caller gave none and none was taken yet."""
+        if flat in self.taken and flat not in self.open:
+            self.open.add(flat)
+            args = [str(self.taken[flat]), str(self.program.types[flat].dtype)]
+            self.statements.append(_Statement(assign(flat, "comm.empty", args, self.indent(region)), [flat], [], region))
 
     def view(self, node: Node, region: Region) -> None:
         """A parameter as a view of its gathered bucket: the driver's, so that layers share their segments."""
@@ -287,6 +331,7 @@ class Emitter:
             return name
 
         def place(value: str) -> str:
+            self.take(self.homes[value], region)
             name = fresh_name("out", set(names.values()))
             names[name] = name
             params.append(name)
@@ -315,7 +360,7 @@ class Emitter:
         self.calls += 1
         name = self.segments[text]
         lines = assign(", ".join(results), name, arguments, self.indent(region))
-        reads = [a for a in arguments if a in self.program.types]
+        reads = [a for a in arguments if a in self.program.types] + [self.homes[v] for v in inside if v in self.homes]
         self.statements.append(_Statement(lines, results, reads, region))
 
     def comment(self, value: str) -> str:
@@ -403,6 +448,14 @@ class Emitter:
             returned = bracket("return (", parts, 4)
         return [*lines, *returned]
 
+    def end(self, values: list[str], indent: int) -> list[str]:
+        """Lines behind the last use of values."""
+        return [*self.given(values, indent), *delete(values, indent)]
+
+    def given(self, values: list[str], indent: int) -> list[str]:
+        """Memory that was taken for a gather is given back."""
+        return [f"{' ' * indent}comm.give({v})" for v in values if self.gathered.get(v) == v]
+
     def body(self) -> list[str]:
         """Statements in order with the deletions; those of the loop indented."""
         p = self.program
@@ -413,6 +466,8 @@ class Emitter:
         for n, s in enumerate(self.statements):
             for v in (*s.reads, *s.defines):
                 last[v] = n
+                if v in self.gathered:
+                    last[self.gathered[v]] = n
         looped = p.microbatches > 1
         defined_in = {v: s.region for s in self.statements for v in s.defines}
         loop = [n for n, s in enumerate(self.statements) if s.region == "body"]
@@ -437,11 +492,11 @@ class Emitter:
             lines += s.lines
             gone = [v for v in dead.get(n, []) if v not in totals or not inner]
             if gone:
-                lines += delete(gone, 8 if inner else 4)
+                lines += self.end(gone, 8 if inner else 4)
             if looped and n == end:
                 after = [v for v in dead.get(-2, []) if v not in totals]
                 if after:
-                    lines += delete(after, 4)
+                    lines += self.end(after, 4)
         return lines
 
 

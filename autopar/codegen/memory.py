@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar._torch import resolve, returns_own_memory
+from autopar.cost.live import may_view
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Ref
 
@@ -25,9 +25,6 @@ OVER = {
 _VIEWS = frozenset(f"aten.{name}" for name in ("view.default", "_unsafe_view.default", "unsqueeze.default", "squeeze.dim", "squeeze.dims"))
 #: results that are contiguous whatever the operands are.
 _CONTIGUOUS = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default"))
-#: ops of ours whose result may be an operand's memory.
-_MAY_VIEW = frozenset(f"autopar.{name}" for name in ("accumulate", "member", "microbatch", "once", "pack", "piece"))
-
 #: bytes from which on it is worth it; smaller tensors come from memory at hand, and their text is easier to read without.
 LARGE = 2**20
 
@@ -54,7 +51,7 @@ def overwritten(program: LocalProgram, nodes: Sequence[Node]) -> dict[str, int]:
             continue
         if node.op.startswith("comm."):
             lost.update(node.refs())
-        elif node.op in _MAY_VIEW or not node.op.startswith("autopar.") and not returns_own_memory(resolve(node.op)):
+        elif may_view(node):
             lost.update(node.refs())
             continue
         for out in node.outs:

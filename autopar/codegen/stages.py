@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autopar.codegen.emit import Emitter, _Statement, delete
+from autopar.codegen.emit import Emitter, _Statement
 from autopar.codegen.memory import overwritten
 from autopar.codegen.render import assign, bracket
 from autopar.ir.program import Node, Output, Region
@@ -87,7 +87,7 @@ class _StageEmitter(Emitter):
         assert isinstance(p, StageProgram)
         self.buckets = {i.name for i in p.inputs_of("bucket")}
         packs = {n.where.module: n.name for n in p.nodes if n.op == "autopar.pack"}
-        self.flats = [packs[b.name] for b in p.buckets if b.name in packs]
+        self.find_flats(packs)
         fixed = sorted(self.constant_nodes())
         main = [n for k, n in enumerate(p.nodes) if k not in set(fixed)]
         self.uses = Counter(r for n in main for r in n.refs())
@@ -115,6 +115,7 @@ class _StageEmitter(Emitter):
             if node.op == "autopar.accumulate":
                 shares.setdefault(node.refs()[0], []).append(node)
         out: dict[str, list[Node]] = {k: [] for k in ("pre", "F", "B", "I", "W", "post") if k not in "BIW" or k in self.kinds}
+        last: dict[str, list[Node]] = {k: [] for k in out}
         for node in main:
             if node.op == "autopar.accumulate" and node.refs()[0] in made:
                 continue
@@ -122,7 +123,10 @@ class _StageEmitter(Emitter):
             for kind in {task, "B" if task in ("I", "W") else task} & out.keys():
                 out[kind].append(node)
                 for value in node.outs:
-                    out[kind] += shares.get(value, ()) if value else ()
+                    # what a collective gives is added when the task has nothing else to do
+                    (last[kind] if node.op.startswith("comm.") else out[kind]).extend(shares.get(value, ()) if value else ())
+        for kind, nodes in last.items():
+            out[kind] += nodes
         early = self.early(p, out)
         for kind in [k for k in ("B", "W") if k in out and early]:
             out[f"{kind} last"] = self.interleaved(out[kind], early)
@@ -224,7 +228,7 @@ class _StageEmitter(Emitter):
         elsewhere = {r for theirs in others.values() for n in theirs for r in n.refs()}
         leaving = elsewhere | {o.value for o in p.outputs} | {n.name for n in nodes if n.op == "autopar.accumulate"}
         makes = tuple(v for v in dict.fromkeys(inside) if v in leaving)
-        self.statements = []
+        self.statements, self.open, self.reducing = [], set(), []
         if not self.tensor_sites:
             self.over = overwritten(replace(p, outputs=tuple(Output(v, "sent", "") for v in makes)), apart)
         self.region("body", nodes, set(makes))
@@ -238,12 +242,15 @@ class _StageEmitter(Emitter):
                     reads[v] = None
             defined.update(s.defines)
             last.update(dict.fromkeys((*s.reads, *s.defines), n))
+            last.update((self.gathered[v], n) for v in (*s.reads, *s.defines) if v in self.gathered)
         lines: list[str] = []
         for n, s in enumerate(self.statements):
             lines += s.lines
             gone = [v for v, at in last.items() if at == n and v not in makes and v not in unchanging and v != "key"]
             if gone and n < len(self.statements) - 1:
-                lines += delete(gone, 4)
+                lines += self.end(gone, 4)
+            else:  # the function returns: only what was taken is left to be given back
+                lines += self.given(gone, 4)
         read = tuple(v for v in reads if v not in unchanging and v != "key")
         return _Body(lines, read, tuple(v for v in reads if v in unchanging), makes)
 
@@ -276,7 +283,7 @@ class _StageEmitter(Emitter):
                 inputs.append((gathered, "gather", i.path) if gathered else (i.name, "bucket", i.path))
             elif i.kind in ("param", "buffer", "batch"):
                 inputs.append((i.name, i.kind, i.path))
-        inputs += [(n.name, "flat", n.where.module) for n in main if n.op == "autopar.pack"]
+        inputs += [(n.name, "flat", n.where.module) for n in main if n.op == "autopar.pack" and n.name in self.flats]
         per_turn = {o for kind, t in tasks.items() if kind in ("F", "B", "I", "W") for o in t.makes}
         totals = tuple(n.name for n in main if n.op == "autopar.accumulate")
         came = {c.value for c in p.crossings if c.target == p.stage and c.made in ("F", "I", "W")}

@@ -9,8 +9,9 @@ from autopar._torch import resolve, returns_own_memory
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, layer_of
 
-#: ops of ours whose result may be an operand's memory.
-_MAY_VIEW = frozenset(f"autopar.{name}" for name in ("accumulate", "member", "once", "pack"))
+#: ops of ours whose result is an operand's memory, and those whose result may be.
+_VIEWS = frozenset(f"autopar.{name}" for name in ("accumulate", "member", "once", "pack"))
+_MAY_VIEW = _VIEWS | {"autopar.microbatch", "autopar.piece"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,12 @@ def is_view(node: Node) -> bool:
     """Whether a node's result lies in the memory of its first operand."""
     if node.op.startswith("comm.") or not node.refs():
         return False
-    return node.op in _MAY_VIEW if node.op.startswith("autopar.") else not returns_own_memory(resolve(node.op))
+    return node.op in _VIEWS if node.op.startswith("autopar.") else not returns_own_memory(resolve(node.op))
+
+
+def may_view(node: Node) -> bool:
+    """Whether a node's result lies, or may lie, in the memory of its first operand."""
+    return is_view(node) or node.op in _MAY_VIEW
 
 
 def find_roots(program: LocalProgram) -> dict[str, str]:

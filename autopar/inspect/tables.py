@@ -14,12 +14,9 @@ from autopar.inspect import stages
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node
 from autopar.layout.traffic import bytes_sent
-from autopar.plan.plan import Plan
+from autopar.plan.plan import LEVELS, Plan
 from autopar.plan.uneven import Uneven, find_uneven
 from autopar.schedule.validate import peak_live
-
-#: ZeRO levels that are built: those of the memory table.
-LEVELS = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -103,26 +100,23 @@ def memory_rows(compiled: Compiled, states: float | None = None) -> list[MemoryR
     mesh, buckets = compiled.spec.mesh, compiled.spec.buckets
     whole = sum(b.numel * b.dtype.itemsize for b in buckets)
     owned = sum(b.part(mesh) * b.dtype.itemsize for b in buckets)
-    shared = sum(b.numel * b.dtype.itemsize for b in buckets if b.owners(mesh) > 1)
     rest, buffers = (
         sum(size for _, size in {(i.path, p.types[i.name].nbytes) for p in compiled.finals for i in p.inputs_of(kind)})
         for kind in ("param", "buffer")
     )
     rows = [
-        MemoryRow("parameters, kept", (whole, owned)),
-        MemoryRow("parameters, gathered for a step", (0, shared)),
-        MemoryRow("gradients, while a step makes them", (whole, whole)),
-        MemoryRow("gradients, kept", (whole, owned)),
-        MemoryRow("optimizer state, each tensor of it", (whole, owned))
+        MemoryRow("parameters, kept", (whole, whole, whole, owned)),
+        MemoryRow("gradients, kept", (whole, whole, owned, owned)),
+        MemoryRow("optimizer state, each tensor of it", (whole, owned, owned, owned))
         if states is None
-        else MemoryRow("optimizer state", (int(whole * states), int(owned * states))),
+        else MemoryRow("optimizer state", (int(whole * states), *(int(owned * states),) * 3)),
     ]
     if rest:
-        rows.append(MemoryRow("parameters without gradient", (rest, rest)))
+        rows.append(MemoryRow("parameters without gradient", (rest,) * 4))
     if buffers:
-        rows.append(MemoryRow("buffers", (buffers, buffers)))
+        rows.append(MemoryRow("buffers", (buffers,) * 4))
     kept = sum(saved_bytes(p) * live for p, live in zip(compiled.finals, _alive(compiled), strict=True))
-    rows.append(MemoryRow("activations kept for the backward", (kept, kept)))
+    rows.append(MemoryRow("activations kept for the backward", (kept,) * 4))
     return rows
 
 

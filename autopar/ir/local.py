@@ -18,6 +18,8 @@ class LocalProgram(Program):
     Ops beside those of a Program: ``comm.all_reduce(x, axes, combine)``, ``comm.all_gather(x, axes, dim)``,
     ``comm.reduce_scatter(x, axes, dim)``, ``comm.all_to_all(x, axes, split dim, concat dim)``.
 
+    ``zero`` is the level of ZeRO by which its buckets are sharded: from 2 on gradients too, at 3 parameters.
+
     ``types`` are local. ``shardings`` and ``global_types`` hold for the values that stand for a tensor of the captured program.
     """
 
@@ -25,3 +27,4 @@ class LocalProgram(Program):
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     global_types: Mapping[str, TensorType] = field(default_factory=dict)
     buckets: tuple[Bucket, ...] = ()
+    zero: int = 1

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Input, Node, Offset, Output, Ref, TensorType, Where
+from autopar.ir.program import Input, Node, Offset, Output, Ref, TensorType, Where, layer_of
 from autopar.layout.bucket import Bucket, Member, padded
 
 P = TypeVar("P", bound=LocalProgram)
@@ -18,13 +18,14 @@ P = TypeVar("P", bound=LocalProgram)
 CAP = 25 * 2**20
 
 
-def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CAP, prefix: str = "") -> tuple[Bucket, ...]:
+def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CAP, prefix: str = "", zero: int = 1) -> tuple[Bucket, ...]:
     """Buckets of the parameters that have gradients, in the order in which the backward makes them.
 
     Args:
         groups: the optimizer's parameter group of every path.
         cap: bytes of a bucket's flat tensor after which the next is begun; a parameter of half of it is a bucket of its own.
         prefix: of the buckets' names.
+        zero: from 2 on a bucket holds only gradients that are reduced in the same place; at 3, parameters of one layer.
     """
     mesh = program.mesh
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
@@ -32,12 +33,19 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
     grads = sorted(program.outputs_of("grad"), key=lambda o: position.get(o.value, -1))
     open_: dict[tuple[Any, ...], list[Member]] = {}
     closed: list[tuple[tuple[Any, ...], list[Member]]] = []
+    turns, layer = _shares(program), ""
     for grad in grads:
         param = inputs[grad.path]
         sharding, kind = program.shardings[param.name], program.types[param.name]
         axes = tuple(a for a, n in mesh.axes if n > 1 and sharding.on(a).kind == "replicate")
         partial = tuple(a for a in axes if program.shardings[grad.value].on(a).kind == "partial")
-        key = (kind.dtype, groups.get(grad.path, 0), axes, partial)
+        key: tuple[Any, ...] = (kind.dtype, groups.get(grad.path, 0), axes, partial)
+        if zero >= 2:
+            key = (*key, grad.value in turns)
+        if zero == 3:  # what lies between layers goes by the layer before it
+            own = layer_of(grad.path)
+            layer = own or layer
+            key = (*key, own, layer)
         if 2 * kind.numel * kind.dtype.itemsize >= cap:  # waits for nobody: an embedding's gradient is the last, and needed first again
             closed.append((key, [Member(grad.path, 0, kind.shape, sharding)]))
             continue
@@ -50,7 +58,7 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
     order = {o.path: n for n, o in enumerate(grads)}
     closed.sort(key=lambda item: order[item[1][-1].path])
     buckets = []
-    for n, ((dtype, group, axes, partial), members) in enumerate(closed):
+    for n, ((dtype, group, axes, partial, *_), members) in enumerate(closed):
         numel = padded(members[-1].offset + members[-1].numel, mesh.count(axes))
         buckets.append(Bucket(f"{prefix}bucket{n}", dtype, group, axes, partial, tuple(members), numel))
     return tuple(buckets)
@@ -63,6 +71,8 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
 
     ``zero`` 1: a rank's input is the part of each bucket that it owns, gathered before use, and its output the gradients of that part.
     ``zero`` 0: every rank holds whole buckets and gets whole gradients, each part of which its owner has summed.
+    ``zero`` 2 and 3: as 1, and each microbatch's gradients are reduced, so that only parts are summed over microbatches. What 3 is more is
+    the next pass (``passes/regather``).
     ``looped``: parameters are gathered before, gradients reduced after all microbatches, also where there is one.
     """
     looped = program.microbatches > 1 if looped is None else looped
@@ -76,7 +86,8 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
     held = {m.path for b in buckets for m in b.members}
     inputs = [i for i in program.inputs if not (i.kind == "param" and i.path in held)]
     outputs = [o for o in program.outputs if o.kind != "grad"]
-    post = "post" if looped else "body"
+    turns = _shares(program) if looped and zero >= 2 else {}
+    taken: set[str] = set()  # sums over microbatches that are parts of buckets instead
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
     tail: list[Node] = []
 
@@ -107,9 +118,15 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
         if not grad_of:
             continue
         nodes = []
-        packed = []
+        packed, shares = [], []
+        each_turn = bool(turns) and all(grad_of[m.path] in turns for m in bucket.members)
+        post: Any = "post" if looped and not each_turn else "body"
         for m in bucket.members:
             value = grad_of[m.path]
+            if each_turn:
+                taken.add(value)
+                value = turns[value]
+            shares.append(value)
             whole = [a for a in bucket.partial if program.shardings[value].on(a).kind != "partial"]
             if whole:  # reduced already, unlike the rest of the bucket: its sum counts one rank's
                 indices = tuple(Offset(((a, 1),)) for a in whole)
@@ -132,8 +149,10 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
             flat = add("comm.reduce_scatter", args, f"{bucket.name}_grad_own", (part,), nodes, "backward", post)
         if zero == 0 and owners > 1:
             flat = add("comm.all_gather", (Ref(flat), bucket.axes, 0), f"{bucket.name}_grad_all", (bucket.numel,), nodes, "backward", post)
+        last = max(shares, key=lambda v: position.get(v, -1))
+        if each_turn:
+            flat = add("autopar.accumulate", (Ref(flat), "sum"), f"{bucket.name}_grad_sum", (part,), tail, "backward", "post")
         outputs.append(Output(flat, "bucket", bucket.name))
-        last = max((grad_of[m.path] for m in bucket.members), key=lambda v: position.get(v, -1))
         if last in position:
             here.setdefault(last, []).extend(nodes)
         else:
@@ -141,13 +160,33 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
 
     body: list[Node] = []
     for node in program.nodes:
-        body.append(node)
+        if node.name not in taken:
+            body.append(node)
         for out in node.outs:
             body.extend(here.get(out, ()) if out else ())
     # gathers in the order in which the forward needs them: start early, wait late
     front = [n for _, ns in sorted(head, key=lambda item: item[0]) for n in ns]
     nodes_ = tuple(front + body + tail)
-    return replace(program, inputs=tuple(inputs), nodes=nodes_, outputs=tuple(outputs), types=types, shardings=shardings, buckets=buckets)
+    for name in taken:
+        del types[name]
+        shardings.pop(name, None)
+    wholes = {k: t for k, t in program.global_types.items() if k not in taken}
+    return replace(
+        program, inputs=tuple(inputs), nodes=nodes_, outputs=tuple(outputs), types=types, shardings=shardings, global_types=wholes,
+        buckets=buckets, zero=zero,
+    )  # fmt: skip
+
+
+def _shares(program: LocalProgram) -> dict[str, str]:
+    """The gradients that are sums over the microbatches and nothing else, with what a microbatch adds."""
+    wanted = {o.value for o in program.outputs_of("grad")}
+    read = {r for n in program.nodes for r in n.refs()} | {o.value for o in program.outputs if o.kind != "grad"}
+    inside = {o for n in program.nodes if n.region == "body" for o in n.outs}
+    return {
+        n.name: n.refs()[0]
+        for n in program.nodes
+        if n.op == "autopar.accumulate" and n.args[1] == "sum" and n.name in wanted - read and n.refs()[0] in inside
+    }
 
 
 def _first_use(program: LocalProgram) -> dict[str, int]:

@@ -180,6 +180,9 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
     if len(set(held)) != len(held) or not set(grads) <= set(held):
         raise VerifyError("a parameter with a gradient is in no bucket or in two", why=f"{sorted(set(grads) ^ set(held))}")
     mesh = final.mesh
+    totals = {n.name: n for n in local.nodes if n.op == "autopar.accumulate" and n.args[1] == "sum"}
+    made, sums = final.producers(), {o.path: o.value for o in final.outputs_of("bucket")}
+    places = {b.name: {(m.offset, m.shape) for m in b.members} for b in final.buckets}
     views: dict[str, Node] = {}
     packs: dict[str, Node] = {}
     # values that a bucket counts on one rank only: the gradient, and the axes over which it is whole
@@ -189,6 +192,8 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
             once[node.name] = node.refs()[0], {axis for index in node.args[1:] for axis, _ in index.terms}
         if node.op == "autopar.member":
             views[node.name] = node
+            if node.args[1:] not in places[node.where.module]:
+                raise VerifyError(f"{node.name} is read at {node.args[1:]} of {node.where.module}, where no parameter lies")
         elif node.op == "autopar.pack":
             packs[node.where.module] = node
     for bucket in final.buckets:
@@ -211,7 +216,12 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
             continue
         pack, at = packs[bucket.name], 0
         names = tuple(once.get(r, (r, set()))[0] for r in pack.refs())
-        if names != tuple(grads[m.path] for m in bucket.members):
+        wanted = tuple(grads[m.path] for m in bucket.members)
+        if final.zero >= 2 and pack.region == "body" and final.microbatches > 1:  # each microbatch's, whose parts are summed
+            wanted = tuple(totals[g].refs()[0] if g in totals else "" for g in wanted)
+            if made.get(sums[bucket.name], pack).op != "autopar.accumulate":
+                raise VerifyError(f"the parts of {bucket.name} that microbatches make aren't summed")
+        if names != wanted:
             raise VerifyError(f"the gradients packed into {bucket.name} aren't those of its members in order")
         for m, name, packed in zip(bucket.members, names, pack.refs(), strict=True):
             if at != m.offset or final.types[name].shape != m.shape:

@@ -279,7 +279,7 @@ class _Cutter:
             tuple(inputs), tuple(nodes), (*outputs, *sent), {k: t for k, t in program.types.items() if k in kept},
             {p: t for p, t in program.consts.items() if p in consts}, program.unreached, program.output_tree, program.microbatches,
             program.mesh, {k: s for k, s in program.shardings.items() if k in kept},
-            {k: t for k, t in program.global_types.items() if k in kept}, (), stage, self.stages, (*came, *went),
+            {k: t for k, t in program.global_types.items() if k in kept}, (), program.zero, stage, self.stages, (*came, *went),
         )  # fmt: skip
 
 

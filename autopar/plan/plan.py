@@ -16,6 +16,9 @@ _LATER = {
     "per_microbatch": "statistics per microbatch",
 }
 
+#: levels of ZeRO.
+LEVELS = (0, 1, 2, 3)
+
 #: settings of ``recompute`` that are words.
 FULL, SELECTIVE = "full", "selective"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -44,7 +47,8 @@ class Plan:
     """A plan, whole or partial. A field that is None is chosen; a set field is a pin.
 
     Attributes:
-        zero: 0, every rank of ``dp`` holds the whole optimizer state; 1 (the default), each rank the part it owns.
+        zero: what each rank of ``dp`` (and of other axes that share a parameter) holds only its part of: 0, nothing; 1 (the default),
+            optimizer state; 2, gradients too; 3, parameters too.
         sequence: ``tp`` also shards the sequence of activations between the matrices.
         microbatches: parts of the batch whose gradients are summed (gradient accumulation).
         interleave: how many microbatches run side by side, so that one's collectives hide behind another's compute; 1 (the default): none.
@@ -94,10 +98,8 @@ class Plan:
             raise PlanError(f"Plan(schedule={self.schedule!r}) is neither a name nor a function", hint='schedule="1f1b"')
         if any(isinstance(n, bool) for n in (self.zero, self.microbatches, self.interleave)):
             raise PlanError("zero, microbatches and interleave are numbers, not flags")
-        if self.zero is not None and self.zero not in (0, 1):
-            if self.zero in (2, 3):
-                raise UnsupportedError(f"Plan(zero={self.zero}) is not supported yet", hint="zero=0 or zero=1")
-            raise PlanError(f"Plan(zero={self.zero!r}) is no ZeRO level", hint="zero=0 or zero=1")
+        if self.zero is not None and self.zero not in LEVELS:
+            raise PlanError(f"Plan(zero={self.zero!r}) is no ZeRO level", hint="zero=0, 1, 2 or 3")
         for name in ("microbatches", "interleave"):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):

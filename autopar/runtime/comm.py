@@ -170,6 +170,27 @@ class Comm(ABC):
         self.records: list[Record] = []
         self._known: dict[tuple[str, ...], Group] = {}
         self._held: Callable[[], None] | None = None
+        self._blocks: list[Tensor] = []  # memory at hand, 1-D
+
+    # -- memory of flat tensors that live for a part of a step
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of whatever values, from memory that was given back if some fits.
+
+        Memory fresh from the system costs as much as what is done with it; CUDA's allocator keeps its own.
+        """
+        fitting = [b for b in self._blocks if b.dtype == dtype and numel <= b.numel() <= 2 * numel]
+        if not fitting:
+            self._blocks.clear()  # what doesn't fit now is not held beside what is taken instead
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        block = min(fitting, key=Tensor.numel)
+        self._blocks = [b for b in self._blocks if b is not block]
+        return block[:numel]
+
+    def give(self, x: Tensor) -> None:
+        """Takes back what ``empty`` gave: nobody reads or writes it, or a view of it, any more."""
+        if self.device.type == "cpu" and x.numel():
+            self._blocks.append(x.new_empty(0).set_(x.untyped_storage()))
 
     # -- what subclasses give
 
@@ -269,14 +290,15 @@ class Comm(ABC):
         return self._run("all_gather", x, axes, site, dim=dim, out=out)
 
     def reduce_scatter(
-        self, x: Tensor, axes: Sequence[str], dim: int = 0, op: str = "sum", *, site: str = "", out: Tensor | None = None
-    ) -> Handle:
+        self, x: Tensor, axes: Sequence[str], dim: int = 0, op: str = "sum", *, site: str = "", out: Tensor | None = None,
+        spent: bool = False,
+    ) -> Handle:  # fmt: skip
         """This rank's piece of the group's sum, ``x`` cut along ``dim`` in as many equal pieces as there are ranks.
 
-        ``out`` may be this rank's piece of ``x`` (dim 0).
+        ``out`` may be this rank's piece of ``x`` (dim 0). ``spent``: ``x`` came from ``empty`` and is given back when this is done.
         """
         self._check_op(x, op, "reduce_scatter", site)
-        return self._run("reduce_scatter", x, axes, site, dim=dim, op=op, out=out)
+        return self._run("reduce_scatter", x, axes, site, dim=dim, op=op, out=out, spent=spent)
 
     def all_to_all(self, x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int, *, site: str = "") -> Handle:
         """Piece ``i`` of ``x`` along ``split_dim`` goes to the group's rank ``i``; what arrives is joined along ``concat_dim``."""
@@ -327,6 +349,7 @@ class Comm(ABC):
         concat_dim: int = 0,
         op: str = "sum",
         out: Tensor | None = None,
+        spent: bool = False,
     ) -> Handle:
         begun = time.perf_counter()
         group = self.group(axes)
@@ -347,6 +370,8 @@ class Comm(ABC):
         target = None if out is None else out.detach()
         if group.size == 1:
             value = x.clone(memory_format=torch.contiguous_format) if target is None else target.copy_(x)
+            if spent:
+                self.give(x)
             return Handle(lambda: value if out is None else out)
         if self._held is not None:
             self.settle()
@@ -358,6 +383,8 @@ class Comm(ABC):
 
         def complete() -> Tensor:
             value = finish()
+            if spent:
+                self.give(x)
             return value if out is None else out
 
         return Handle(complete, record)

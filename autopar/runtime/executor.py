@@ -100,10 +100,11 @@ class State:
     """What lives on a rank between steps.
 
     Attributes:
-        whole: for each bucket the 1-D tensor of all its elements.
-        parts: for each bucket the 1-D parameter of the elements that this rank owns (all of them under ZeRO 0): a view of ``whole``.
+        whole: for each bucket the 1-D tensor of all its elements; nothing under ZeRO 3.
+        parts: for each bucket the 1-D parameter of the elements that this rank owns (all of them under ZeRO 0): a view of ``whole``, if
+            there is one.
         gathers: for each bucket the gather of ``whole`` from its owners, if it was begun since the parts changed last.
-        grads: for each bucket the 1-D tensor in which its gradients are made, after the first training step.
+        grads: for each bucket the 1-D tensor in which its gradients are made, after the first training step; nothing from ZeRO 2 on.
         fixed: pieces of parameters that no bucket holds: frozen ones, and those without gradient.
         buffers: whole buffers.
         step: updates done.
@@ -126,9 +127,22 @@ class State:
                 handle.wait()  # its messages must not land later
         self.gathers = [None] * len(self.buckets)
 
-    def filled(self) -> None:
-        """To be called when every rank has written all elements of ``whole``: nothing needs to be gathered."""
-        self.gathers = [Handle(partial(_same, flat)) for flat in self.whole]
+    def fill(self, index: int, flat: Tensor, comm: Comm) -> None:
+        """Sets a bucket from all its elements, which every rank has: nothing needs to be gathered."""
+        if self.zero == 3:
+            self.parts[index].data.copy_(own(flat, self.buckets[index], comm, self.zero))
+            return
+        self.whole[index].copy_(flat)
+        self.gathers[index] = Handle(partial(_same, self.whole[index]))
+
+    def flats(self) -> list[Tensor]:
+        """What a program takes for each bucket: all elements, or, under ZeRO 3, this rank's."""
+        return [part.detach() for part in self.parts] if self.zero == 3 else self.whole
+
+    def begin_grads(self, packs: bool) -> None:
+        """Makes the tensors in which gradients are made, if a program makes any there."""
+        if packs and not self.grads and self.zero < 2:
+            self.grads = [torch.zeros_like(flat) for flat in self.whole]
 
     def begin_gather(self, index: int, comm: Comm) -> None:
         """Begins to gather a bucket from its owners, if that isn't under way."""
@@ -151,21 +165,30 @@ def make_state(spec: Spec, values: Callable[[str], Tensor], buffers: Mapping[str
     mesh, device = spec.mesh, comm.device
     parts, whole = [], []
     for bucket in spec.buckets:
-        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
-        for m in bucket.members:
-            piece = cut(values(m.path).detach().to(device), m.sharding, mesh, comm.coords)
-            flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
-        whole.append(flat)
+        flat = flatten(bucket, values, mesh, comm)
+        part = own(flat, bucket, comm, spec.zero)
+        if spec.zero == 3:
+            part = part.clone()
+        else:
+            whole.append(flat)
         # of `data`: what a gather writes to the rest of the flat tensor is no change of the part
-        parts.append(nn.Parameter(own(flat, bucket, comm, spec.zero).data))
+        parts.append(nn.Parameter(part.data))
     fixed = {
         path: cut(values(path).detach().to(device), sharding, mesh, comm.coords).to(dtype)
         for path, (dtype, sharding) in spec.params.items()
     }
     held = {path: buffers[path].detach().to(device=device, dtype=dtype, copy=True) for path, (dtype, _) in spec.buffers.items()}
-    state = State(spec.buckets, whole, parts, fixed, held, spec.zero)
-    state.filled()
-    return state
+    gathers: list[Handle | None] = [Handle(partial(_same, flat)) for flat in whole] or [None for _ in parts]
+    return State(spec.buckets, whole, parts, fixed, held, spec.zero, gathers=gathers)
+
+
+def flatten(bucket: Bucket, values: Callable[[str], Tensor], mesh: Mesh, comm: Comm) -> Tensor:
+    """All elements of a bucket, as this rank and those that share it hold them, from whole parameters by path."""
+    flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=comm.device)
+    for m in bucket.members:
+        piece = cut(values(m.path).detach().to(comm.device), m.sharding, mesh, comm.coords)
+        flat[m.offset : m.offset + m.numel] = piece.reshape(-1).to(bucket.dtype)
+    return flat
 
 
 def own(flat: Tensor, bucket: Bucket, comm: Comm, zero: int) -> Tensor:
@@ -259,9 +282,8 @@ class Executable:
                 self._shared = self.names["constants"](self.comm, self._consts)
             for index in self.gathers:
                 state.begin_gather(index, self.comm)
-            if self.spec.packs and not state.grads:
-                state.grads = [torch.zeros_like(flat) for flat in state.whole]
-            buckets = [state.gathers[k] if k in self.gathers else flat for k, flat in enumerate(state.whole)]
+            state.begin_grads(self.spec.packs)
+            buckets = [state.gathers[k] if k in self.gathers else flat for k, flat in enumerate(state.flats())]
             fixed = [state.fixed[path] for path in self.spec.params]
             buffers = [state.buffers[path] for path in self.spec.buffers]
             try:

@@ -225,13 +225,14 @@ def pack(pieces: Sequence[Tensor], numel: int) -> Tensor:
 
 
 def pack_into(pieces: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """``pack`` into a tensor that is there, and whose end is zeros. A piece that was made in its place stays there."""
+    """``pack`` into a tensor that is there. A piece that was made in its place stays there."""
     offset = 0
     for piece in pieces:
         place = flat[offset : offset + piece.numel()]
         if piece.data_ptr() != place.data_ptr():
             place.view(piece.shape).copy_(piece)
         offset += piece.numel()
+    flat[offset:].zero_()
     return flat
 
 

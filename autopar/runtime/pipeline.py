@@ -158,11 +158,11 @@ class _Run:
         self.sends: dict[tuple[int, str], deque[Handle]] = {}
         self.backwards = Counter(i.stage for i in pipeline.instructions if isinstance(i, Compute) and i.kind in ("B", "W"))
         index = {b.name: k for k, b in enumerate(state.buckets)}
-        if not state.grads and any(s.spec.grads for s in pipeline.stages.values()):
-            state.grads = [torch.zeros_like(flat) for flat in state.whole]
+        state.begin_grads(any(s.spec.grads for s in pipeline.stages.values()))
+        flats = state.flats()
         places: dict[str, Callable[[str], Any]] = {
             "param": state.fixed.__getitem__, "buffer": state.buffers.__getitem__, "batch": batch.__getitem__,
-            "bucket": lambda path: state.whole[index[path]], "gather": lambda path: state.gathers[index[path]],
+            "bucket": lambda path: flats[index[path]], "gather": lambda path: state.gathers[index[path]],
             "flat": lambda path: state.grads[index[path]],
         }  # fmt: skip
         self.values: dict[int, _Values] = {}

@@ -180,6 +180,12 @@ class SimComm(Comm):
 
         return finish
 
+    def give(self, x: Tensor) -> None:
+        """What is read after it was given back shows."""
+        super().give(x)
+        if x.is_floating_point():
+            x.fill_(float("nan"))
+
     def _begin_send(self, x: Tensor, peer: int, channel: str, site: str) -> Callable[[], Tensor]:
         self._world._check()
         sent, key = x.clone(), (self.rank, peer, channel)

@@ -59,6 +59,7 @@ class Recipe:
     zero: int
     draw: int | None
     interleave: bool = False
+    recompute: str | None = None
 
     def cross_sample(self) -> bool:
         return any(b.name in CROSS_SAMPLE for b in self.blocks)
@@ -76,9 +77,10 @@ def recipes(draw: st.DrawFn) -> Recipe:
         tied=draw(st.booleans()),
         mesh=draw(st.sampled_from(MESHES)),
         microbatches=draw(st.sampled_from((1, 2))),
-        zero=draw(st.sampled_from((1, 0))),
+        zero=draw(st.sampled_from((1, 0, 2, 3))),
         draw=draw(st.one_of(st.integers(0, 999), st.integers(0, 999), st.integers(0, 999), st.none())),
         interleave=draw(st.booleans()),
+        recompute=draw(st.sampled_from((None, "full", "selective"))),
     )
     return replace(found, microbatches=1) if found.cross_sample() else found
 
@@ -176,7 +178,7 @@ def check(recipe: Recipe) -> None:
     """Loss, gradients and buffers of the first step equal the plain model's, or the first value that differs is named."""
     model, batch = material(recipe)
     mesh, ways = Mesh.parse(recipe.mesh), recipe.microbatches if recipe.interleave else 1
-    plan = Plan(microbatches=recipe.microbatches, interleave=ways, zero=recipe.zero, buckets=3000)
+    plan = Plan(microbatches=recipe.microbatches, interleave=ways, zero=recipe.zero, recompute=recipe.recompute, buckets=3000)
     compiled = compiled_for(model, batch, mesh, plan, recipe.draw)
     traces = run_ranks(compiled, model, batch, mesh)
     start = material(recipe)[0]

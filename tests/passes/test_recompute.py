@@ -141,7 +141,7 @@ def test_a_limit_is_kept(mesh: str) -> None:
     """The peak falls with the limit, is under it, and no more time is added than the limit asks for."""
 
     def look(request_: Any) -> tuple[int, int, int, int]:
-        """Most bytes of activations and gradients, bytes of parameters, of buckets and their parts after the loop, and nodes that run again."""
+        """Most bytes of activations and gradients, bytes of parameters, of what follows the loop, and nodes that run again."""
         found = compiled(Mesh.parse(mesh), recompute=request_, microbatches=4 if "pp" in mesh else 1)
         again = sum(n.outs[0].endswith("_again") for n in found.final.nodes)
         flats = sum(b.numel * b.dtype.itemsize for b in found.spec.buckets)
