@@ -46,7 +46,10 @@ BASE = "DDP"
 #: compiled code is found by the function compiled, which all models here share: each contestant must get code of its own.
 COMPILE: dict[str, Any] = {"isolate_recompiles": True}
 #: what is wanted of autopar's eager step on a link, in medians: at most so many times its best peer's.
-WANTED = {("dp", "loopback"): 1.0, ("dp", "1gbit"): 0.95, ("tp", "loopback"): 0.8, ("tp", "1gbit"): 0.8}
+WANTED = {
+    ("dp", "loopback"): 1.0, ("dp", "1gbit"): 0.95, ("tp", "loopback"): 0.8, ("tp", "1gbit"): 0.8, ("zero2", "1gbit"): 0.6,
+    ("zero3", "1gbit"): 0.6,
+}  # fmt: skip
 #: relative difference of losses from which on two contestants compute different things.
 TOLERANCE = 1e-5
 #: share of the bytes by which autopar's count and the interface's may differ.
@@ -138,8 +141,8 @@ def ddp(settings: Settings, compiled: bool = False) -> Runner:
     return torch_loop(torch.compile(model, **COMPILE) if compiled else model, settings, shard=True)  # type: ignore[arg-type]
 
 
-def deepspeed(settings: Settings, compiled: bool = False) -> Runner:
-    """DeepSpeed ZeRO stage 1 in float32 with torch's AdamW and its own sizes of buckets; ``engine.compile`` is its own way to compile."""
+def deepspeed(settings: Settings, compiled: bool = False, stage: int = 1) -> Runner:
+    """DeepSpeed ZeRO in float32 with torch's AdamW and its own sizes of buckets; ``engine.compile`` is its own way to compile."""
     import deepspeed as ds
 
     model, world = build(settings), dist.get_world_size()
@@ -147,7 +150,7 @@ def deepspeed(settings: Settings, compiled: bool = False) -> Runner:
     config = {
         "train_batch_size": settings.batch,
         "train_micro_batch_size_per_gpu": settings.batch // world,
-        "zero_optimization": {"stage": 1, "compute_grad_norm": False},
+        "zero_optimization": {"stage": stage, "compute_grad_norm": False},
         "gradient_clipping": 0.0,  # else it clips to a norm of 1, which nobody else here does
         "steps_per_print": 10**9,
     }
@@ -164,8 +167,11 @@ def deepspeed(settings: Settings, compiled: bool = False) -> Runner:
     return Runner(step, mean_of_ranks=True)
 
 
-def fsdp2(settings: Settings, compiled: bool = False) -> Runner:
-    """torch ``fully_shard``, a group for each block. Compiled, each block is: its hooks, which talk, stay outside."""
+def fsdp2(settings: Settings, compiled: bool = False, again: bool = True) -> Runner:
+    """torch ``fully_shard``, a group for each block. Compiled, each block is: its hooks, which talk, stay outside.
+
+    ``again``: parameters are gathered again for the backward, as in ZeRO 3; else they are kept from the forward on, as in ZeRO 2.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -175,20 +181,21 @@ def fsdp2(settings: Settings, compiled: bool = False) -> Runner:
             for layer in child:
                 if compiled:
                     layer.compile()
-                fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+                fully_shard(layer, mesh=mesh, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, reshard_after_forward=again)
     return torch_loop(model, settings, shard=True)
 
 
 def autopar_step(
-    settings: Settings, axis: str, sequence: bool | None = None, backend: str = "eager", interleave: int | None = None
-) -> Runner:
+    settings: Settings, axis: str, sequence: bool | None = None, backend: str = "eager", interleave: int | None = None,
+    zero: int | None = None, recompute: str | None = None,
+) -> Runner:  # fmt: skip
     """autopar over one axis, ZeRO-1 as by default."""
     import autopar
 
     mesh = autopar.Mesh([(axis, dist.get_world_size())])
     optimizer = partial(torch.optim.AdamW, lr=settings.lr, foreach=True)
-    plan = autopar.Plan(sequence=sequence, interleave=interleave)
+    plan = autopar.Plan(sequence=sequence, interleave=interleave, zero=zero, recompute=recompute)
     step = autopar.parallelize(build(settings), mesh, optimizer=optimizer, plan=plan, backend=backend)
 
     def metrics() -> dict[str, float]:
@@ -279,6 +286,12 @@ CONTESTANTS = {
     "DeepSpeed": Contestant(deepspeed, "dp", package="deepspeed"),
     "FSDP2": Contestant(fsdp2, "dp"),
     "autopar dp": Contestant(partial(autopar_step, axis="dp"), "dp", own=True),
+    "DeepSpeed zero2": Contestant(partial(deepspeed, stage=2), "zero2", package="deepspeed"),
+    "FSDP2 zero2": Contestant(partial(fsdp2, again=False), "zero2"),
+    "autopar zero2": Contestant(partial(autopar_step, axis="dp", zero=2), "zero2", own=True),
+    "DeepSpeed zero3": Contestant(partial(deepspeed, stage=3), "zero3", package="deepspeed"),
+    "FSDP2 zero3": Contestant(fsdp2, "zero3"),
+    "autopar zero3": Contestant(partial(autopar_step, axis="dp", zero=3), "zero3", own=True),
     "DTensor tp": Contestant(partial(dtensor, sequence=False), "tp"),
     "DTensor tp+seq": Contestant(partial(dtensor, sequence=True), "tp"),
     "autopar tp": Contestant(partial(autopar_step, axis="tp", sequence=False), "tp", own=True),

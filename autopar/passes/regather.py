@@ -38,7 +38,6 @@ def regather(program: P) -> P:
         return program
     gathers = {n.name: n for n in program.nodes if n.op == "comm.all_gather" and n.refs()[0] in {b.name for b in program.buckets}}
     chain, source = _views(program, gathers)
-    outputs = {o.value for o in program.outputs}
     nodes = [n for n in program.nodes if n.name not in gathers and n.name not in chain]
     running = tasks_of(program, find_weight(program)) if isinstance(program, StageProgram) else {}
     tasks = [running.get(n.name, n.region) for n in nodes]
@@ -50,7 +49,8 @@ def regather(program: P) -> P:
         begins.setdefault(run.first, []).append(run)
 
     types, shardings, wholes = dict(program.types), dict(program.shardings), dict(program.global_types)
-    used: set[str] = set()
+    given = sorted({o.value for o in program.outputs} & chain.keys())
+    used = set(given)
     made: list[Node] = []
 
     def name(run: _Run, value: str) -> str:
@@ -63,38 +63,33 @@ def regather(program: P) -> P:
                 shardings[run.names[value]], wholes[run.names[value]] = shardings[value], wholes[value]
         return run.names[value]
 
-    def view(run: _Run, value: str, at: int) -> str:
-        """Puts a view, and those that it is made of, before the node at ``at``, unless the run has it."""
+    def view(run: _Run, value: str, like: Node) -> str:
+        """Puts a view, and those that it is made of, here, unless the run has it."""
         if value in run.names or value in gathers:
             return name(run, value)
         node = chain[value]
-        names = [view(run, r, at) if r in source else r for r in node.refs()]
-        made.append(replace(node.reading(names), outs=(name(run, value),), phase=nodes[at].phase, region=nodes[at].region))
+        names = [view(run, r, like) if r in source else r for r in node.refs()]
+        made.append(replace(node.reading(names), outs=(name(run, value),), phase=like.phase, region=like.region))
         return name(run, value)
 
+    def start(run: _Run, like: Node) -> None:
+        made.append(replace(gathers[run.full], outs=(name(run, run.full),), phase=like.phase, region=like.region))
+
+    for value in given:  # to the user, or to other stages: not a view of what is given back
+        gather = gathers[source[value]]
+        run = _Run(gather.name, "pre", 0, 0)
+        start(run, gather)
+        made.append(Node("aten.clone.default", (Ref(view(run, value, gather)),), (value,), (), "forward", gather.where, gather.region))
     for at, node in enumerate(nodes):
         for run in starts.get(at, ()):
-            gather = gathers[run.full]
-            made.append(replace(gather, outs=(name(run, run.full),), phase=nodes[run.first].phase, region=nodes[run.first].region))
+            start(run, nodes[run.first])
         for run in begins.get(at, ()):  # all parameters at once, so that a layer stays one function
             for value in run.values:
                 for param in _parameters(value, chain):
-                    view(run, param, at)
+                    view(run, param, node)
         if any(r in source for r in node.refs()):
-            node = node.reading([view(by_use[at, r], r, at) if r in source else r for r in node.refs()])
+            node = node.reading([view(by_use[at, r], r, node) if r in source else r for r in node.refs()])
         made.append(node)
-    # a parameter that the model gives out keeps what was gathered for it alive
-    for value in sorted(outputs & chain.keys()):
-        run = _Run(source[value], "post", len(nodes) - 1, len(nodes) - 1)
-        made.append(replace(gathers[run.full], outs=(name(run, run.full),)))
-        nodes.append(made[-1])
-        view(run, value, len(nodes) - 1)
-        kept = fresh_name(f"{value}_kept", types)
-        made.append(Node("aten.clone.default", (Ref(run.names[value]),), (kept,), (), "forward", made[-1].where, made[-1].region))
-        types[kept] = types[value]
-        if value in shardings:
-            shardings[kept], wholes[kept] = shardings[value], wholes[value]
-        program = replace(program, outputs=tuple(replace(o, value=kept) if o.value == value else o for o in program.outputs))
     gone = (chain.keys() | gathers.keys()) - used
     return replace(
         program, nodes=tuple(made), types={k: t for k, t in types.items() if k not in gone},

@@ -123,4 +123,5 @@ def train_and_evaluate(step: Step, rank: int, x: Tensor) -> None:
     assert losses[0] != losses[1]
 
 
+ZERO2, ZERO3 = Plan(zero=2), Plan(zero=3)
 MB2, MB4, ZERO0, SEQUENCE = Plan(microbatches=2), Plan(microbatches=4), Plan(zero=0), Plan(sequence=True)

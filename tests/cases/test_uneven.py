@@ -246,7 +246,7 @@ def test_three_experts(dispatch: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_parameters_of_few_elements(mesh: str, zero: int) -> None:
     torch.manual_seed(0)
 

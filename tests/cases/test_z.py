@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
+from autopar.plan.plan import Plan
 from autopar.step import Step
-from tests.cases.run import MB2, ZERO0, Net, adamw, equal, ranks
+from tests.cases.run import MB2, ZERO0, ZERO2, ZERO3, Net, adamw, equal, ranks
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
@@ -32,12 +33,12 @@ def _odd(m: Any, x: Tensor) -> Tensor:
     return ((x * m.one * m.three * m.scalar).pow(2).mean() + m.two.pow(3).sum() + m.none.sum()) * m.scalar.exp()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_z02_z03_parameters_smaller_than_the_ranks(name: str) -> None:
+@pytest.mark.parametrize(("name", "plan"), [*((name, None) for name in OPTIMIZERS), ("SGD momentum", ZERO2), ("Adam", ZERO3)])
+def test_z02_z03_parameters_smaller_than_the_ranks(name: str, plan: Plan | None) -> None:
     torch.manual_seed(0)
     shapes = {"one": (1, 3), "two": (2,), "three": (3,), "none": (0, 3), "scalar": ()}
     model = Net(_odd, **{n: nn.Parameter(torch.randn(s)) for n, s in shapes.items()})
-    equal(model, torch.randn(4, 3), ("dp=4", "dp=2,tp=2"), (None,), optimizer=_optimizer(name), clip_grad_norm=0.5)
+    equal(model, torch.randn(4, 3), ("dp=4", "dp=2,tp=2"), (plan,), optimizer=_optimizer(name), clip_grad_norm=0.5)
 
 
 def test_z03_scalar_keeps_its_shape() -> None:
@@ -47,8 +48,8 @@ def test_z03_scalar_keeps_its_shape() -> None:
         step(step.shard(torch.ones(4, 2, dtype=torch.float64)))
         return tuple(step.full_state_dict()["t"].shape)
 
-    for mesh in ("dp=2", "tp=2"):
-        assert ranks(mesh, model, shape, optimizer=adamw) == [(), ()]
+    for mesh, plan in (("dp=2", None), ("tp=2", None), ("dp=2", ZERO3)):
+        assert ranks(mesh, model, shape, optimizer=adamw, plan=plan or "auto") == [(), ()]
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -68,6 +69,7 @@ def test_z05_frozen_base_with_adapters(trainable: bool) -> None:
 
     x = torch.randn(4, 8)
     equal(model, x, ("dp=2", "tp=2"), (None,), optimizer=optimizer)
+    equal(model, x, ("dp=2",), (ZERO3,), optimizer=optimizer)
 
     def run(step: Step, rank: int) -> dict[str, Tensor]:
         step(step.shard(x.double()))
@@ -128,4 +130,4 @@ def test_z14_a_module_used_several_times() -> None:
 def test_z15_levels_agree_on_small_sizes(hidden: int) -> None:
     torch.manual_seed(0)
     model = Net(lambda m, x: (m.b(m.a(x)) - 1).pow(2).mean(), a=nn.Linear(hidden, hidden), b=nn.Linear(hidden, hidden))
-    equal(model, torch.randn(4, hidden), ("dp=2", "dp=2,tp=2"), (None, ZERO0), optimizer=_optimizer("Adam"), steps=5)
+    equal(model, torch.randn(4, hidden), ("dp=2", "dp=2,tp=2"), (None, ZERO0, ZERO2, ZERO3), optimizer=_optimizer("Adam"), steps=5)
