@@ -97,6 +97,7 @@ class _Loaded:
     run: Executable | Pipeline
     dims: list[int | None]
     whole: bool  # every data rank computes all rows
+    peak: int | None = None  # predicted bytes of what a step makes, once asked for
 
 
 class Step:
@@ -125,7 +126,8 @@ class Step:
         self._followed = Followed(model)
         self._at_exit = partial(_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
-        self.metrics: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
+        self._ran: _Loaded | None = None  # the program of the last step
         self.reports: list[str] = []
         if options.optimizer is not None:
             named = [(n, tuple(p.shape), self._dtype(p)) for n, p in model.named_parameters()]
@@ -247,6 +249,34 @@ class Step:
             if handle is not None:
                 handle.wait()
         return list(state.parts)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Figures of the last step; empty before the first.
+
+        ``peak_bytes`` is found when it is first asked for: on CUDA what torch's allocator had at most, elsewhere what lives between steps
+        and the predicted peak of what a step makes beside it.
+        """
+        if self._ran is not None and not self._closed and "peak_bytes" not in self._metrics:
+            self._metrics["peak_bytes"] = self._peak_bytes(self._ran)
+        return self._metrics
+
+    def _peak_bytes(self, ran: _Loaded) -> int:
+        if self._comm.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._comm.device)
+        if ran.peak is None:
+            ran.peak = max(tables.live_peaks(ran.compiled).values())
+        return ran.peak + sum(t.untyped_storage().nbytes() for held in self.tensors().values() for t in held)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What lives on this rank between steps, by kind, a tensor for each memory. State of no dims (a count of steps) is left out."""
+        state = self._need()
+        kept = self._prepared.optimizer.state.values() if self._prepared is not None else ()
+        return {
+            "parameters": [*(state.whole or state.parts), *state.fixed.values()], "gradients": list(state.grads),
+            "optimizer state": [t for held in kept for t in held.values() if isinstance(t, Tensor) and t.dim()],
+            "buffers": list(state.buffers.values()),
+        }  # fmt: skip
 
     @guarded
     def gradients(self) -> dict[str, Tensor]:
@@ -789,7 +819,8 @@ class Step:
             axis = "+".join(r.axes)
             sent[axis] = sent.get(axis, 0) + r.bytes
             waited[axis] = waited.get(axis, 0.0) + r.seconds_start + r.seconds_wait_exposed
-        self.metrics = {
+        self._ran = loaded
+        self._metrics = {
             "loss": loss, "grad_norm": norm, "step_s": seconds, "tokens_per_s": tokens / seconds if seconds else 0.0,
             "comm_bytes": sent, "exposed_comm_s": waited, "records": records,
         }  # fmt: skip

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.codegen.memory import overwritten
+from autopar.codegen.memory import dying, overwritten
 from autopar.codegen.render import Site, assign, bracket, call, define, offset
 from autopar.cost.live import may_view
 from autopar.ir.local import LocalProgram
@@ -35,13 +35,33 @@ _LANE = re.compile(r"__[\d_]+$")
 
 @dataclass
 class _Statement:
-    """A statement of the driver: its lines, what it defines and what it reads."""
+    """A statement of the driver: its lines, what it defines and what it reads; and what ``codegen/live.py`` reads of it.
+
+    Attributes:
+        starts: the value whose collective it starts.
+        nodes: what it runs; none of a wait.
+        dies: of a segment, what it deletes after each of its nodes.
+        gone: what the driver deletes after it.
+    """
 
     lines: list[str]
     defines: list[str]
     reads: list[str]
     region: Region = "body"
-    starts: str = ""  # the value whose collective it starts
+    starts: str = ""
+    nodes: Sequence[Node] = ()
+    dies: Sequence[Sequence[str]] = ()
+    gone: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A driver as data: its statements in order, what it deletes after its loop, and which results lie in an operand or in a bucket."""
+
+    statements: tuple[_Statement, ...]
+    after: tuple[str, ...] = ()
+    over: Mapping[str, int] = field(default_factory=dict)
+    born: Collection[str] = ()
 
 
 @dataclass
@@ -67,6 +87,7 @@ class Module:
     calls: int = 0
     axes: tuple[tuple[str, ...], ...] = ()
     gathers: tuple[str, ...] = ()
+    script: Script = field(default=Script(()), compare=False, repr=False)
 
 
 def emit(program: LocalProgram, title: str = "", *, tensor_sites: bool = False) -> Module:
@@ -100,6 +121,7 @@ class Emitter:
     over: dict[str, int] = field(default_factory=dict)  # result -> position of the operand that it is written over
     born: dict[str, str] = field(default_factory=dict)  # gradient that is made in its bucket -> its place there, as an expression
     homes: dict[str, str] = field(default_factory=dict)  # and the flat tensor of its bucket
+    after: list[str] = field(default_factory=list)  # what is deleted after the loop
 
     def run(self) -> Module:
         p = self.program
@@ -128,7 +150,7 @@ class Emitter:
         return Module(
             "\n".join(lines) + "\n", kinds["param"], kinds["bucket"], kinds["buffer"], kinds["batch"], kinds["const"],
             tuple(o.path for o in p.outputs_of("buffer")), tuple(o.path for o in p.outputs_of("output")),
-            len(self.texts), self.calls, axes, tuple(self.gathers),
+            len(self.texts), self.calls, axes, tuple(self.gathers), self.script(),
         )  # fmt: skip
 
     def find_flats(self, packs: Mapping[str, str]) -> None:
@@ -146,6 +168,10 @@ class Emitter:
             elif refs := [r for r in node.refs() if r in self.gathered]:
                 if may_view(node) or node.op.startswith("comm."):  # a collective reads its operand until it is done
                     self.gathered.update(dict.fromkeys(filter(None, node.outs), self.gathered[refs[0]]))
+
+    def script(self) -> Script:
+        """The driver as data, once its text is made."""
+        return Script(tuple(self.statements), tuple(self.after), dict(self.over), frozenset(self.born))
 
     def constant_nodes(self) -> set[int]:
         """Nodes that depend on nothing that changes from step to step."""
@@ -263,7 +289,9 @@ class Emitter:
             args.append(f"out=ops.own({value.name}, comm, {_axes(axes)}, {part})")
         function = f"comm.{node.op.removeprefix('comm.')}"
         self.statements.append(
-            _Statement(assign(node.outs[0], function, args, self.indent(region)), [node.outs[0]], [value.name], region, node.outs[0])
+            _Statement(
+                assign(node.outs[0], function, args, self.indent(region)), [node.outs[0]], [value.name], region, node.outs[0], (node,)
+            )
         )
 
     def pack(self, node: Node, region: Region) -> None:
@@ -272,7 +300,7 @@ class Emitter:
         pieces = [r.name for r in node.args[0]]
         args = [f"({', '.join(pieces)}{',' if len(pieces) == 1 else ''})", node.name]
         lines = assign(node.name, "ops.pack_into", args, self.indent(region), self.comment(node.name))
-        self.statements.append(_Statement(lines, [node.name], [*pieces, node.name], region))
+        self.statements.append(_Statement(lines, [node.name], [*pieces, node.name], region, nodes=(node,)))
 
     def take(self, flat: str, region: Region) -> None:
         """Memory for the gradients of a bucket, where the caller gave none and none was taken yet."""
@@ -285,7 +313,7 @@ class Emitter:
         """A parameter as a view of its gathered bucket: the driver's, so that layers share their segments."""
         function, args = call(node, lambda v: v, lambda v: offset(v) if isinstance(v, Offset) else str(v.value))
         lines = assign(node.outs[0], function, args, self.indent(region), self.comment(node.outs[0]))
-        self.statements.append(_Statement(lines, [node.outs[0]], list(node.refs()), region))
+        self.statements.append(_Statement(lines, [node.outs[0]], list(node.refs()), region, nodes=(node,)))
 
     def accumulate(self, node: Node) -> None:
         """Adds this turn's share to a total: the last thing a turn does with the value."""
@@ -293,7 +321,7 @@ class Emitter:
         total = node.outs[0]
         args = [total, value.name, f'"{combine}"']
         self.statements.append(
-            _Statement(assign(total, "ops.accumulate", args, self.indent("body")), [total], [value.name], "body", "accumulate")
+            _Statement(assign(total, "ops.accumulate", args, self.indent("body")), [total], [value.name], "body", "accumulate", (node,))
         )
 
     def segment(self, nodes: list[Node], finals: set[str], region: Region) -> None:
@@ -339,7 +367,8 @@ class Emitter:
             return name
 
         body: list[str] = []
-        for node in nodes:
+        dies = dying(nodes, self.program.types, self.over, results)
+        for node, gone in zip(nodes, dies, strict=True):
             shown = node
             if node.op in _SITES:
                 at = _SITES[node.op]
@@ -349,7 +378,7 @@ class Emitter:
                 args = [*args, f"out={place(node.name)}"]
             target = ", ".join(local(o) if o else "_" for o in node.outs)
             comment = "; ".join(self.comment(o) for o in node.outs[:1] if o)
-            body += assign(target, function, args, 4, comment)
+            body += assign(target, function, args, 4, comment) + delete([local(v) for v in gone], 4)
         body += bracket("return (", [local(r) for r in results], 4) if len(results) > 1 else [f"    return {local(results[0])}"]
         text = "\n".join([*params, "->", *body])
         if text not in self.segments:
@@ -361,7 +390,7 @@ class Emitter:
         name = self.segments[text]
         lines = assign(", ".join(results), name, arguments, self.indent(region))
         reads = [a for a in arguments if a in self.program.types] + [self.homes[v] for v in inside if v in self.homes]
-        self.statements.append(_Statement(lines, results, reads, region))
+        self.statements.append(_Statement(lines, results, reads, region, nodes=nodes, dies=dies))
 
     def comment(self, value: str) -> str:
         """Local type, and the sharding where the value has one."""
@@ -491,12 +520,11 @@ class Emitter:
                 lines.append(f"    for mb in range({p.microbatches}):")
             lines += s.lines
             gone = [v for v in dead.get(n, []) if v not in totals or not inner]
-            if gone:
-                lines += self.end(gone, 8 if inner else 4)
+            s.gone = gone
+            lines += self.end(gone, 8 if inner else 4)
             if looped and n == end:
-                after = [v for v in dead.get(-2, []) if v not in totals]
-                if after:
-                    lines += self.end(after, 4)
+                self.after = [v for v in dead.get(-2, []) if v not in totals]
+                lines += self.end(self.after, 4)
         return lines
 
 

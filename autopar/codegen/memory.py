@@ -1,13 +1,16 @@
-"""Which ops of an emitted program write over an operand that nobody reads any more: large tensors cost most where their memory is new."""
+"""Which ops of an emitted program write over an operand that nobody reads any more, and where a segment lets go of what it made.
+
+Large tensors cost most where their memory is new, and where they outlive their last use.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from autopar.cost.live import may_view
+from autopar.cost.live import is_view, may_view
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, Ref
+from autopar.ir.program import Node, Ref, TensorType
 
 #: ops with a form that writes over an operand: which operands it may be; the result lies in memory as the first of them does.
 OVER = {
@@ -77,3 +80,33 @@ def overwritten(program: LocalProgram, nodes: Sequence[Node]) -> dict[str, int]:
                     contiguous.add(node.name)
                 break
     return found
+
+
+def dying(nodes: Sequence[Node], types: Mapping[str, TensorType], over: Mapping[str, int], results: Collection[str]) -> list[list[str]]:
+    """For each node of a segment the names to delete after it: the last of those by which a large tensor made in it is held.
+
+    A view holds its base, so all names of one memory go together; where a result lies in it none does. What the caller holds outlives the
+    segment anyway, and after the last node all names go by themselves.
+
+    Args:
+        over: results that are written over an operand: the operand's position.
+        results: names that the segment returns.
+    """
+    root: dict[str, str] = {}  # name -> that of the memory made here that it lies in
+    last: dict[str, int] = {}
+    for n, node in enumerate(nodes):
+        last.update(dict.fromkeys((*node.refs(), *(o for o in node.outs if o)), n))
+        if node.name in over or is_view(node):
+            base = node.args[over[node.name]].name if node.name in over else next(iter(node.refs()), "")
+            root.update((o, root[base]) for o in node.outs if o and base in root)
+        else:
+            root.update((o, o) for o in node.outs if o)
+    held: dict[str, list[str]] = {}
+    for name, base in root.items():
+        held.setdefault(base, []).append(name)
+    gone: list[list[str]] = [[] for _ in nodes]
+    for base, names in held.items():
+        at = max(last[name] for name in names)
+        if types[base].nbytes >= LARGE and at < len(nodes) - 1 and not any(name in results for name in names):
+            gone[at] += names
+    return gone

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autopar.codegen.emit import Emitter, _Statement
+from autopar.codegen.emit import Emitter, Script, _Statement
 from autopar.codegen.memory import overwritten
 from autopar.codegen.render import assign, bracket
 from autopar.ir.program import Node, Output, Region
@@ -45,6 +45,7 @@ class StageModule:
     spec: StageSpec
     segments: int
     calls: int
+    scripts: Mapping[str, Script] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -69,6 +70,7 @@ class _Body:
     reads: tuple[str, ...]
     constants: tuple[str, ...]
     makes: tuple[str, ...]
+    script: Script
 
 
 def emit_stage(program: StageProgram, *, kinds: Container[str] = "B", title: str = "", tensor_sites: bool = False) -> StageModule:
@@ -104,7 +106,8 @@ class _StageEmitter(Emitter):
             lines += [*self.function(kind, body, shared), "", ""]
         while not lines[-1]:
             lines.pop()
-        return StageModule("\n".join(lines) + "\n", self.spec(p, specs, main, shared), len(self.texts), self.calls)
+        scripts = {kind: body.script for kind, body in bodies.items()}
+        return StageModule("\n".join(lines) + "\n", self.spec(p, specs, main, shared), len(self.texts), self.calls, scripts)
 
     def tasks(self, p: StageProgram, main: list[Node]) -> dict[str, list[Node]]:
         """Nodes by task, in order; a total takes its share right after that was made."""
@@ -202,7 +205,7 @@ class _StageEmitter(Emitter):
         else:
             first, more = assign(total, f"{place}.copy_", shares, 8), f"{total}.add_({shares[0]})"
         lines = [f"    if {total} is None:", *first, "    else:", f"        {more}"]
-        self.statements.append(_Statement(lines, [total], [*shares, flat], "body", "accumulate"))
+        self.statements.append(_Statement(lines, [total], [*shares, flat], "body", "accumulate", (node,)))
         return None
 
     def joined(self, nodes: list[Node]) -> list[Node]:
@@ -247,12 +250,13 @@ class _StageEmitter(Emitter):
         for n, s in enumerate(self.statements):
             lines += s.lines
             gone = [v for v, at in last.items() if at == n and v not in makes and v not in unchanging and v != "key"]
-            if gone and n < len(self.statements) - 1:
+            if n < len(self.statements) - 1:
+                s.gone = gone
                 lines += self.end(gone, 4)
             else:  # the function returns: only what was taken is left to be given back
                 lines += self.given(gone, 4)
         read = tuple(v for v in reads if v not in unchanging and v != "key")
-        return _Body(lines, read, tuple(v for v in reads if v in unchanging), makes)
+        return _Body(lines, read, tuple(v for v in reads if v in unchanging), makes, self.script())
 
     def function(self, kind: str, body: _Body, shared: list[str]) -> list[str]:
         lines = [f"def {FUNCTIONS[kind]}(comm, given, constants, key, mb):", f'    """{_TOLD[kind]}"""']

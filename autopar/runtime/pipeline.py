@@ -20,7 +20,7 @@ from autopar.schedule.edge import Edge
 from autopar.schedule.lower import Compute, Instruction, Receive, Send
 
 #: sends that may be under way in one channel: the tensors of older ones are waited for, and freed.
-_UNDER_WAY = 2
+UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Run:
         under_way = self.sends.setdefault((peer, channel), deque())
         values = self.leaving.pop((edge, microbatch))
         for m, value in zip(self.pipeline.stages[edge.source].went[edge], values, strict=True):
-            while len(under_way) >= _UNDER_WAY:
+            while len(under_way) >= UNDER_WAY:
                 under_way.popleft().wait()
             under_way.append(self.comm.send(value, peer, channel, site=f"{m.value}.{microbatch}"))
         self.spans.append(Span(edge.source, "send", microbatch or 0, begin - self.begun, time.perf_counter() - self.begun))

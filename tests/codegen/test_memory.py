@@ -65,6 +65,21 @@ def test_what_is_read_again_is_kept(monkeypatch: object) -> None:
         assert name not in over(found), variant
 
 
+def test_segments_let_go_of_what_is_large(monkeypatch: object) -> None:
+    """All names of one memory go after the last use of any of them; what a segment returns, or was given, stays."""
+    model, batch = gpt.build(), gpt.batch(4, torch.Generator())
+    for large in (1, 2**20):
+        found = compiled(model, batch, Mesh(), large, monkeypatch)
+        segments = found.module.source.split("\ndef step(")[0].split("\ndef ")[2:]
+        deleted = [re.findall(r"(?m)^ +del (.*)$", text) for text in segments]
+        assert any(deleted) == (large == 1)
+        for text, lines in zip(segments, deleted, strict=True):
+            names = [name for line in lines for name in line.split(", ")]
+            header, body = text.split("):\n", 1)
+            assert len(set(names)) == len(names) and not set(names) & set(re.findall(r"\w+", header))
+            assert not set(names) & set(re.findall(r"\w+", body[body.rindex("    return") :]))
+
+
 class Mixed(nn.Module):
     """Residual adds, a loss over classes, a bias: the places where it happens in real models."""
 
