@@ -144,6 +144,7 @@ def _staged_peaks(staged: Staged) -> dict[Phase, int]:
     for m in (m for module in staged.modules.values() for m in module.spec.messages):
         sizes.setdefault(edge_of(m), []).append(math.prod(m.shape) * m.dtype.itemsize)
     kept: dict[tuple[int, int | None], int] = {}
+    totals: dict[int, int] = {}  # sums over microbatches that have no place in a bucket
     arriving: dict[tuple[Edge, int | None], int] = {}
     leaving: dict[tuple[int, str], deque[int]] = {}
     peaks: dict[Phase, int] = {"forward": 0, "backward": 0}
@@ -159,13 +160,15 @@ def _staged_peaks(staged: Staged) -> dict[Phase, int]:
                 del arriving[edge, mb]  # the task has them
             turn, found = (i.stage, i.microbatch), tasks[i.stage][i.kind]
             beside = sum(size for at, size in kept.items() if at != turn) + sum(b for s, b in before.items() if s != i.stage)
-            beside += sum(arriving.values()) + sum(map(sum, leaving.values()))
+            beside += sum(totals.values()) + sum(arriving.values()) + sum(map(sum, leaving.values()))
             phase: Phase = "forward" if i.kind in ("pre", "F") else "backward"
             peaks[phase] = max(peaks[phase], found.peak().bytes + beside)
             if i.kind in ("F", "I"):
                 kept[turn] = found.left - before[i.stage]
             else:
                 kept.pop(turn, None)
+                if i.kind in ("B", "W"):
+                    totals[i.stage] = max(0, found.left - before[i.stage])
     return peaks
 
 
