@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from autopar.errors import InputError
-from autopar.schedule import Schedule, build, lower, simulate
+from autopar.schedule import Action, Schedule, build, lower, simulate
+from autopar.schedule.clock import Times, run
 
 #: Qi et al. 2023, Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 3, 5 and 9: stages, microbatches, F, I, W, comm; rates
 #: of 1F1B, ZB-H1, ZB-H2, ZB-2p (ZB-1p has ZB-H1's); interleaved 1F1B with one layer a stage: stages a rank, rate; heads, hidden size.
@@ -61,15 +62,36 @@ ROWS = [Row(*row) for row in PUBLISHED]
 
 @pytest.mark.parametrize("row", [pytest.param(r, id=f"{r.p}-{r.m}", marks=[pytest.mark.slow] * (r.m == 256)) for r in ROWS])
 def test_published_rates(row: Row) -> None:
-    """To all four digits. Interleaved: the paper's rates are, in all rows, those of p hops less than its order has."""
+    """To all four digits; interleaved, which the paper's own program times wrongly, in ``test_published_interleaved``."""
     rates = [round(simulate(name, row.p, row.m, **row.times).bubble, 4) for name in ("1f1b", "zb-h1", "zb-h2")]
     assert rates == [row.f1b1, row.zb_h1, row.zb_h2]
     found = simulate("interleaved", row.p, row.m, **row.times, chunks=row.chunks)
     each = row.F + row.I + row.W
     hops = 2 * row.p * row.chunks - 2
     assert found.cost == pytest.approx(row.m * each + (row.p - 1) / row.chunks * each + hops * row.comm)
-    assert 1 - row.m * each / (found.cost - row.p * row.comm) == pytest.approx(row.interleaved, abs=1e-4)
     assert found.bubble == pytest.approx(row.interleaved, abs=4e-3)
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, id=f"{r.p}-{r.m}", marks=[pytest.mark.slow] * (r.m == 256)) for r in ROWS])
+def test_published_interleaved(row: Row) -> None:
+    """To all four digits too, where of a group only the first microbatch waits for its way from the last rank back to the first.
+
+    So the authors' program has it (sail-sg/zero-bubble-pipeline-parallelism, ``get_interleave_schedule``). It can't be run: in every row
+    the cost rests on backwards that begin before those that make their input have ended.
+    """
+    made = build("interleaved", row.p * row.chunks, row.m, row.p)
+
+    def waits(action: Action, needed: Action) -> bool:
+        wrapped = abs(made.placement[action.stage] - made.placement[needed.stage]) == row.p - 1
+        return not wrapped or action.microbatch % row.p == 0
+
+    needs = {a: tuple(n for n in needed if waits(a, n)) for a, needed in made.chain.items()}
+    times = Times(*(t / row.chunks for t in (row.F, row.I, row.W)), row.comm)
+    spans = run(made.ranks, needs, times, made.placement)
+    cost = max(s.end for s in spans)  # of rank 0, which begins at 0
+    assert round(1 - row.m * (row.F + row.I + row.W) / cost, 4) == row.interleaved
+    at = {Action(s.stage, s.kind, s.microbatch): s for s in spans}
+    assert any(at[n].end > at[a].start + 1e-6 for a, needed in made.chain.items() for n in needed)
 
 
 @pytest.mark.parametrize("p, m", [(2, 2), (4, 8), (4, 13), (8, 24), (16, 48)])
