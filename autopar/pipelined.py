@@ -46,6 +46,7 @@ class Staged:
 
     Attributes:
         cuts: the modules that begin all stages but the first.
+        edges: what the stages need of each other.
         homes: the stages that hold a parameter or buffer, by path.
         programs, modules: those of this rank, by stage.
         instructions: what this rank does in a step.
@@ -53,6 +54,7 @@ class Staged:
 
     cuts: tuple[str, ...]
     schedule: Schedule
+    edges: tuple[Edge, ...]
     homes: Mapping[str, tuple[int, ...]]
     programs: Mapping[int, StageProgram]
     modules: Mapping[int, StageModule]
@@ -140,7 +142,7 @@ def cut_pipeline(
         for i in p.inputs:
             if i.kind in ("param", "buffer"):
                 homes[i.path] = (*homes.get(i.path, ()), s)
-    staged = Staged(cuts, schedule, like.homes if like is not None else homes, finals, modules, instructions)
+    staged = Staged(cuts, schedule, edges, like.homes if like is not None else homes, finals, modules, instructions)
     return staged, _spec(mesh, programs, finals, modules, tuple(buckets), zero, microbatches)
 
 

@@ -456,7 +456,8 @@ class Step:
             raise InputError("there is no step to show yet", hint="call the step first").alike()
         staged = self._need_compiled().pipeline
         assert staged is not None
-        made = make_timeline(staged.schedule, [everyone[self.mesh.rank({"pp": at})] for at in range(self.mesh["pp"])])
+        ranks = [everyone[self.mesh.rank({"pp": at})] for at in range(self.mesh["pp"])]
+        made = make_timeline(staged.schedule, ranks, staged.edges)
         if self._comm.rank == 0:
             made.save(path)
         return made

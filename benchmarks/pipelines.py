@@ -3,8 +3,8 @@
 Every contestant trains ``models/gpt.py``, cut into stages before the same modules, from the same weights on the same batches with the same
 optimizer and as many microbatches. As in ``peers.py``, all live in the same processes of one thread each and take turns, a block of steps
 at a time; their losses are compared step by step, and the run fails where one computes something else. Of autopar's it also shows the
-measured bubble beside the one that the simulator predicts from the measured times of the tasks, the microbatches that were alive at the
-same time beside what the schedule allows, and where the time of each rank goes.
+measured bubble beside the one that the simulator predicts from the measured durations of tasks, sends and messages, the microbatches that
+were alive at the same time beside what the schedule allows, and where the time of each rank goes.
 """
 
 from __future__ import annotations
@@ -111,16 +111,17 @@ def autopar_stages(settings: Stages, schedule: str) -> Runner:
         return seconds | {"outside": found["step_s"] - ends, "sent": float(sum(found["comm_bytes"].values()))}
 
     def after() -> dict[str, float]:
-        schedule = step.timeline(Path(folder.name, "trace.json")).schedule
-        steps = [make_timeline(schedule, ranks) for ranks in zip(*everyone(kept), strict=True)]
+        last = step.timeline(Path(folder.name, "trace.json"))
+        steps = [make_timeline(last.schedule, ranks, last.edges) for ranks in zip(*everyone(kept), strict=True)]
         kept.clear()
         rank = dist.get_rank()
         live = {f"live {s}": float(n) for s, n in pipeline().peak.items()}
-        bound = {f"bound {s}": float(n) for s, n in enumerate(peak_live(schedule).stages)}
+        bound = {f"bound {s}": float(n) for s, n in enumerate(peak_live(last.schedule).stages)}
         return live | bound | {
             "bubble": statistics.median(t.bubble for t in steps),
             "predicted": statistics.median(t.predicted.bubble for t in steps),
             "idle": statistics.median(t.predicted.idle[rank] * t.predicted.makespan for t in steps),
+            "way": statistics.median(way for t in steps for way in t.predicted.times.links.values()),
         }  # fmt: skip
 
     return Runner(lambda batch: step(step.shard(batch)), metrics=metrics, after=after)
@@ -240,6 +241,7 @@ def show(found: dict[str, Any], alone: dict[str, Any], base: str) -> str:
             "CPU ms": f"{sum(by_rank(result, 'work')) * 1e3:.0f}",
             "bubble": f"{first['bubble']:.3f}" if "bubble" in first else "-",
             "predicted": f"{first['predicted']:.3f}" if "predicted" in first else "-",
+            "message ms": f"{first['way'] * 1e3:.1f}" if "way" in first else "-",
             "live": " ".join(str(n) for n, _ in live) or "-",
             "allowed": " ".join(str(n) for _, n in live) or "-",
             "peak RSS": " ".join(f"{n:.0f}" for n in memory[: 1 if name == "plain" else None]) or "-",
@@ -314,9 +316,9 @@ def main() -> int:
     what = f"models/gpt.py preset {args.preset}, float32, global batch {args.batch}, {args.microbatches} microbatches, AdamW"
     print(f"torch {torch.__version__}, {what}, 1 thread a rank; {cores} cores, load {os.getloadavg()[0]:.1f};")
     print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; CPU, sent, interface: ms and MiB a step, all ranks;")
-    print("bubble: the share of the longest rank's time in which it computes nothing, measured, and predicted from the measured times of")
-    print("tasks without communication; live: the most microbatches alive at once, by stage, and how many the schedule allows;")
-    print("peak RSS: MiB by rank, alone in fresh processes.")
+    print("bubble: the share of the longest rank's time in which it computes nothing, measured, and predicted from the measured durations")
+    print("of tasks, sends and messages; message: from the end of a task until another rank has what it made, the median link; live: the")
+    print("most microbatches alive at once, by stage, and how many the schedule allows; peak RSS: MiB by rank, alone in fresh processes.")
     measured: dict[str, Any] = {}
     for ranks in map(int, args.ranks.split(",")):
         settings = Stages(

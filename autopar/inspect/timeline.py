@@ -10,11 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from autopar.runtime.pipeline import Span
-from autopar.schedule.action import Schedule
-from autopar.schedule.simulate import Result, simulate
+from autopar.schedule.action import Action, Schedule
+from autopar.schedule.clock import Times, run
+from autopar.schedule.edge import Edge, needs
+from autopar.schedule.simulate import Result
+
+#: kinds of spans that are a schedule's actions.
+TASKS = ("F", "B", "I", "W")
 
 #: one colour for each kind of span, in the trace's own names and for the picture.
 COLOURS = {
@@ -29,20 +35,23 @@ class Timeline:
     """A step on all ranks that differ only along ``pp``.
 
     Attributes:
+        edges: what the stages need of each other; where there are none, they form a chain.
         measured: of every rank its spans, in seconds since the first of them all began.
-        predicted: the schedule under the measured mean times of its tasks, without communication.
+        predicted: the schedule under measured durations: of each task, of what its rank did until it looked for the next one, waiting
+            left out, and of messages' ways. When a task ran and how long it was waited for don't enter.
     """
 
     schedule: Schedule
     measured: tuple[tuple[Span, ...], ...]
     predicted: Result
+    edges: tuple[Edge, ...] = ()
 
     @property
     def bubble(self) -> float:
         """The measured share of the longest rank's time, from its first task to its last, in which it ran none (pre and post left out)."""
         shares = []
         for spans in self.measured:
-            tasks = [s for s in spans if s.kind in ("F", "B", "I", "W")]
+            tasks = [s for s in spans if s.kind in TASKS]
             if tasks:
                 length = max(s.end for s in tasks) - min(s.begin for s in tasks)
                 shares.append((length, 1.0 - sum(s.end - s.begin for s in tasks) / length))
@@ -108,11 +117,12 @@ class Timeline:
         return picture
 
 
-def make_timeline(schedule: Schedule, ranks: Sequence[tuple[float, Sequence[Span]]]) -> Timeline:
+def make_timeline(schedule: Schedule, ranks: Sequence[tuple[float, Sequence[Span]]], edges: Sequence[Edge] = ()) -> Timeline:
     """The timeline of a step.
 
     Args:
         ranks: for every coordinate along ``pp`` the time of the clock at which its step began, and its spans since then.
+        edges: what stages need of each other; left out, they form a chain.
     """
     # differences of the clock first: a time of day leaves no digits for parts of a microsecond
     base = min(begun for begun, _ in ranks)
@@ -125,7 +135,50 @@ def make_timeline(schedule: Schedule, ranks: Sequence[tuple[float, Sequence[Span
     whole = {s: means[s, "B"] for s in stages if (s, "B") in means}
     inputs = [means.get((s, "I"), whole.get(s, 0.0)) for s in stages]
     rest = [means.get((s, "W"), 0.0) for s in stages]
-    return Timeline(schedule, measured, simulate(schedule, F=forward, I=inputs, W=rest))
+    tasks = {Action(s.stage, s.kind, s.microbatch): s for spans in measured for s in spans if s.kind in TASKS}
+    # a stage may have nothing to do in a task
+    single = {action: tasks[action].end - tasks[action].begin if action in tasks else 0.0 for action in schedule}
+    waits = needs(schedule, edges)
+    times = Times(forward, inputs, rest, 0.0, single, busy_after(measured), transits(schedule, waits, tasks))
+    return Timeline(schedule, measured, Result(schedule, times, run(schedule.ranks, waits, times, schedule.placement)), tuple(edges))
+
+
+def busy_after(measured: Sequence[Sequence[Span]]) -> dict[Action, float]:
+    """Seconds from the end of each action until its rank looked for the next one: sends, ``post`` and the driver, not their waiting."""
+    found: dict[Action, float] = {}
+    for spans in measured:
+        last: Span | None = None
+        waited = 0.0
+        for s in spans:
+            if s.kind in TASKS:
+                if last is not None:
+                    found[Action(last.stage, last.kind, last.microbatch)] = max(0.0, s.begin - s.waited - last.end - waited)
+                last, waited = s, 0.0
+            else:
+                waited += s.waited
+    return found
+
+
+def transits(schedule: Schedule, waits: Mapping[Action, Sequence[Action]], tasks: Mapping[Action, Span]) -> dict[tuple[int, int], float]:
+    """Seconds from the end of a task until another rank had what it made, by (from, to).
+
+    Only a rank that looked for a message before it was made sees all of its way: the median of those. Where none did, what no message of
+    the link exceeded: the shortest time from a task's end to the beginning of the one that needed it.
+    """
+    seen: dict[tuple[int, int], list[float]] = {}
+    most: dict[tuple[int, int], float] = {}
+    for action, needed in waits.items():
+        target, at = schedule.placement[action.stage], tasks.get(action)
+        crossing = [tasks[n] for n in needed if schedule.placement[n.stage] != target and n in tasks]
+        if at is None or not crossing:
+            continue
+        # with several messages the last one ends the wait
+        made = max(crossing, key=lambda s: s.end)
+        link, way = (schedule.placement[made.stage], target), max(0.0, at.begin - made.end)
+        most[link] = min(way, most.get(link, way))
+        if at.begin - at.waited <= made.end:
+            seen.setdefault(link, []).append(way)
+    return {link: median(seen[link]) if link in seen else way for link, way in most.items()}
 
 
 def mean_times(spans: Sequence[Span]) -> Mapping[tuple[int, str], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.errors import InputError
@@ -36,12 +36,21 @@ class Times:
     """How long a stage's actions take, in any unit: a number for all stages or one for each. B takes as long as I and W together.
 
     ``comm`` is the delay from the end of an action to its use on another rank; it occupies neither rank. Within a rank there is none.
+    What was measured says more:
+
+    Attributes:
+        single: durations of single actions; the others take what their stage's take.
+        after: how long a rank is busy with other things, such as sends, when an action has ended.
+        links: delays from one rank to another; ``comm`` between the others.
     """
 
     F: PerStage = 1.0
     I: PerStage = 1.0
     W: PerStage = 1.0
     comm: float = 0.0
+    single: Mapping[Action, float] = field(default_factory=dict)
+    after: Mapping[Action, float] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, stage: int, kind: str) -> float:
         """The duration of a stage's action."""
@@ -49,6 +58,10 @@ class Times:
             return self.of(stage, "I") + self.of(stage, "W")
         time: PerStage = {"F": self.F, "I": self.I, "W": self.W}[kind]
         return float(time[stage]) if isinstance(time, Sequence) else float(time)
+
+    def delay(self, source: int, target: int) -> float:
+        """The delay from one rank to another."""
+        return 0.0 if source == target else self.links.get((source, target), self.comm)
 
     def check(self, stages: int) -> None:
         """Raises:
@@ -76,22 +89,22 @@ def run(
         InputError: no rank can go on; the message says what each waits for.
     """
     end: dict[Action, float] = {}
+    free = [0.0 for _ in ranks]
     spans: list[list[Span]] = [[] for _ in ranks]
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(ranks):
             mine = spans[rank]
-            now = mine[-1].end if mine else 0.0
             for action in actions[len(mine) :]:
                 needed = needs[action]
                 if any(n not in end for n in needed):
                     break
-                arrivals = [end[n] + (times.comm if placement[n.stage] != rank else 0.0) for n in needed]
-                start = max([now, *arrivals])
-                now = start + times.of(action.stage, action.kind)
-                end[action], moved = now, True
-                mine.append(Span(rank, action.stage, action.kind, action.microbatch, start, now))
+                start = max([free[rank], *(end[n] + times.delay(placement[n.stage], rank) for n in needed)])
+                taken = times.single.get(action)
+                end[action] = start + (times.of(action.stage, action.kind) if taken is None else taken)
+                free[rank], moved = end[action] + times.after.get(action, 0.0), True
+                mine.append(Span(rank, action.stage, action.kind, action.microbatch, start, end[action]))
     stuck = [(rank, actions[len(spans[rank])]) for rank, actions in enumerate(ranks) if len(spans[rank]) < len(actions)]
     if stuck:
         lines = [f"    rank {rank}: {a} waits for {', '.join(str(n) for n in needs[a] if n not in end)}" for rank, a in stuck]

@@ -65,3 +65,36 @@ def test_inspect_shows_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["stage"] for row in told["stages"]] == [0, 1] and "for stage 1 of 2" in told["source"]
     up = [row for row in told["crossings"] if row["source"] == "0 F" and row["target"] == "1 F"]
     assert up and all(row["bytes"] > 0 and row["times"] == told["plan"]["microbatches"] for row in up)
+
+
+def spans_by_hand(pause: float = 0.0) -> list[tuple[float, list[Span]]]:
+    """1F1B of two stages and two microbatches; messages up are on their way for 0.5 s, those down for 0.25.
+
+    A send takes the first rank 0.25 s, the second 0.125; between its backwards the first does other things for 0.25 s before it waits.
+    The second waits ``pause`` before its first backward, for nothing.
+    """
+    first = [
+        Span(0, "F", 0, 0.0, 1.0), Span(0, "send", 0, 1.0, 1.25), Span(0, "F", 1, 1.25, 2.5), Span(0, "send", 1, 2.5, 2.75),
+        Span(0, "B", 0, 6.75 + pause, 8.75 + pause, 4.0 + pause), Span(0, "B", 1, 11.875 + pause, 13.875 + pause, 2.875),
+    ]  # fmt: skip
+    second = [
+        Span(1, "F", 0, 1.5, 3.5, 1.5), Span(1, "B", 0, 3.5 + pause, 6.5 + pause, pause), Span(1, "send", 0, 6.5 + pause, 6.625 + pause),
+        Span(1, "F", 1, 6.625 + pause, 9.125 + pause), Span(1, "B", 1, 9.125 + pause, 11.625 + pause),
+        Span(1, "send", 1, 11.625 + pause, 11.75 + pause),
+    ]  # fmt: skip
+    return [(10.0, first), (10.0, second)]
+
+
+def test_prediction_has_messages() -> None:
+    """By hand: every task begins in the prediction when it did, and the longest rank works 6.25 of 13.875 s."""
+    made = make_timeline(build("1f1b", 2, 2, 2), spans_by_hand())
+    tasks = {s.label: s.begin for spans in made.measured for s in spans if s.kind in "FB"}
+    assert {s.label: s.start for s in made.predicted.spans} == pytest.approx(tasks)
+    assert made.bubble == pytest.approx(1 - 6.25 / 13.875) and made.predicted.bubble == pytest.approx(made.bubble)
+    assert made.predicted.times.links == pytest.approx({(0, 1): 0.5, (1, 0): 0.25})
+
+
+def test_prediction_knows_no_waits() -> None:
+    """A rank that waits for what it has is not predicted: the bubbles come apart."""
+    made = make_timeline(build("1f1b", 2, 2, 2), spans_by_hand(pause=2.0))
+    assert made.bubble == pytest.approx(1 - 6.25 / 15.875) and made.predicted.bubble == pytest.approx(1 - 6.25 / 13.875)
