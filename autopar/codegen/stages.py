@@ -11,10 +11,10 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autopar.codegen.emit import Emitter, Script, _Statement
+from autopar.codegen.emit import _MADE_IN_PLACE, Emitter, Script, _Statement
 from autopar.codegen.memory import overwritten
-from autopar.codegen.render import assign, bracket
-from autopar.ir.program import Node, Output, Region
+from autopar.codegen.render import assign, bracket, call, offset
+from autopar.ir.program import Node, Offset, Output, Region
 from autopar.ir.stage import StageProgram, find_weight, tasks_of
 from autopar.runtime.stage import Message, StageSpec, Task
 
@@ -82,7 +82,8 @@ def emit_stage(program: StageProgram, *, kinds: Container[str] = "B", title: str
 class _StageEmitter(Emitter):
     kinds: Container[str] = "B"
     places: dict[str, tuple[str, str]] = field(default_factory=dict)  # total -> its bucket's flat tensor, and its place there
-    products: dict[str, Node] = field(default_factory=dict)  # share of a total -> the matrix product that makes it, right into the total
+    made: dict[str, Node] = field(default_factory=dict)  # such a total -> the op
+    into: dict[str, Node] = field(default_factory=dict)  # share of a total -> the op that makes it, right into the total
 
     def emit(self) -> StageModule:
         p = self.program
@@ -172,9 +173,10 @@ class _StageEmitter(Emitter):
         return f"{super().mesh()}, for stage {p.stage} of {p.stages}"
 
     def find_places(self, nodes: list[Node]) -> None:
-        """The totals that are gradients: they are summed in their bucket, and products of matrices are added to them as they are made.
+        """The totals that are gradients: they are summed in their bucket, and shares that an op can add to one are added as they are made.
 
-        A total in memory of its own would be as large as all gradients of the stage, and a fresh one in each turn; a product too.
+        A total in memory of its own would be as large as all gradients of the stage, and a fresh one in each turn; a share too. That of a
+        table is nearly all zeros besides: a microbatch has few of its rows.
         """
         p = self.program
         producers = {o: n for n in nodes for o in n.outs if o}
@@ -193,29 +195,38 @@ class _StageEmitter(Emitter):
                 self.places[ref.name] = (pack.name, place)
                 (share,) = total.refs()
                 made = producers.get(share)
-                if made is not None and made.op == "aten.mm.default" and self.uses[share] == 1 and share not in kept:
-                    self.products[share] = made
+                if made is not None and made.op in _MADE_IN_PLACE and self.uses[share] == 1 and share not in kept:
+                    self.into[share] = made
 
     def accumulate(self, node: Node) -> None:
         if node.name not in self.places:
             return super().accumulate(node)
         total, (flat, place), shares = node.name, self.places[node.name], list(node.refs())
-        if len(shares) == 2:
-            first, more = assign(total, "torch.mm", [*shares, f"out={place}"], 8), f"{total}.addmm_({', '.join(shares)})"
+        made = self.made.get(total)
+        if made is None:
+            first, more = assign(total, f"{place}.copy_", shares, 8), assign("", f"{total}.add_", shares, 8)
+        elif made.op == "aten.mm.default":
+            first = assign(total, "torch.mm", [*shares, f"out={place}"], 8)
+            more = assign("", f"{total}.addmm_", shares, 8)
         else:
-            first, more = assign(total, f"{place}.copy_", shares, 8), f"{total}.add_({shares[0]})"
-        lines = [f"    if {total} is None:", *first, "    else:", f"        {more}"]
+            function, args = call(made, lambda v: v, lambda v: offset(v) if isinstance(v, Offset) else str(v.value))
+            first = assign(total, function, [*(args or ()), f"out={place}"], 8)
+            more = assign("", function, [*(args or ()), f"total={total}"], 8)
+        lines = [f"    if {total} is None:", *first, "    else:", *more]
         self.statements.append(_Statement(lines, [total], [*shares, flat], "body", "accumulate", (node,)))
         return None
 
     def joined(self, nodes: list[Node]) -> list[Node]:
-        """The nodes of a task, a product together with the total that it is added to."""
-        here = {n.name for n in nodes if n.name in self.products}
-        out = [n for n in nodes if n.name not in here]
-        return [
-            n.with_args(*self.products[n.refs()[0]].args, n.args[1]) if n.op == "autopar.accumulate" and n.refs()[0] in here else n
-            for n in out
-        ]
+        """The nodes of a task, a share that its op adds to a total together with the total."""
+        here = {n.name for n in nodes if n.name in self.into}
+        out: list[Node] = []
+        for node in nodes:
+            if node.op == "autopar.accumulate" and node.refs()[0] in here:
+                self.made[node.name] = made = self.into[node.refs()[0]]
+                node = node.with_args(*made.args, node.args[1])
+            if node.name not in here:
+                out.append(node)
+        return out
 
     def find_born(self, nodes: list[Node]) -> None:
         """No gradient of a microbatch is made in its bucket, which holds sums."""

@@ -46,14 +46,20 @@ def embedding(weight: Tensor, index: Tensor, start: int, rows: int | None = None
     return torch.where(inside.unsqueeze(-1), torch.nn.functional.embedding(local, weight), 0)
 
 
-def embedding_backward(grad: Tensor, index: Tensor, padding_idx: int, rows: int, start: int, *, out: Tensor | None = None) -> Tensor:
-    """Gradient of rows ``[start, start + rows)`` of the table. ``padding_idx`` is global, negative for none."""
+def embedding_backward(
+    grad: Tensor, index: Tensor, padding_idx: int, rows: int, start: int, *, out: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """Gradient of rows ``[start, start + rows)`` of the table. ``padding_idx`` is global, negative for none.
+
+    Written to ``out``, or added to ``total``, of which only the rows that occur are touched.
+    """
     local, inside = _inside(index, start, rows)
     if padding_idx >= 0:
         inside = inside & (index != padding_idx)
     width = grad.shape[-1]
     values = torch.where(inside.unsqueeze(-1), grad, 0).reshape(-1, width)
-    total = grad.new_zeros((rows, width)) if out is None else out.zero_()
+    if total is None:
+        total = grad.new_zeros((rows, width)) if out is None else out.zero_()
     return total.index_add_(0, local.reshape(-1), values)
 
 

@@ -31,6 +31,9 @@ def test_embedding_backward_is_torchs(padding: int) -> None:
     want = torch.ops.aten.embedding_dense_backward.default(grad, index, 8, padding, False)
     got = torch.cat([ops.embedding_backward(grad, index, padding, 2, s) for s in range(0, 8, 2)])
     torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+    total = (before := randn(2, 5, seed=1)).clone()
+    assert ops.embedding_backward(grad, index, padding, 2, 4, total=total) is total
+    torch.testing.assert_close(total, before + want[4:6], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
