@@ -17,7 +17,7 @@ from autopar.errors import InputError
 from autopar.inspect import tables
 from autopar.inspect.model import Inspection, inspect_model, state_elements
 from autopar.layout.mesh import Mesh
-from autopar.plan.plan import Plan
+from autopar.plan.plan import LEVELS, Plan
 from autopar.programs import Options
 from autopar.runtime.comm import Comm, Record
 from autopar.runtime.sim import run_simulated
@@ -113,19 +113,21 @@ def test_rows_and_texts() -> None:
 
 def test_memory_by_level() -> None:
     mesh, _, model, batch = built("gpt")
-    found = {z: inspect_model(model, mesh, batch, options(Plan(zero=z))) for z in (0, 1)}
+    found = {z: inspect_model(model, mesh, batch, options(Plan(zero=z))) for z in LEVELS}
     memory = {r.what: r.bytes for r in tables.memory_rows(found[1].compiled, found[1].states)}
-    elements = sum(b.numel for b in found[1].compiled.spec.buckets)
+    whole, part = (4 * sum(n(b) for b in found[1].compiled.spec.buckets) for n in (lambda b: b.numel, lambda b: b.part(mesh)))
     assert found[1].states == 2.0  # AdamW
-    assert memory["optimizer state"] == (elements * 8, sum(b.part(mesh) for b in found[1].compiled.spec.buckets) * 8)
-    for z in (0, 1):
+    assert memory["optimizer state"] == (2 * whole, 2 * part, 2 * part, 2 * part)
+    assert memory["gradients, kept"] == (whole, whole, part, part)
+    assert memory["parameters, kept"] == (whole, whole, whole, part)
+    for z in LEVELS:
         share: dict[Any, Any] = {}
 
         def rank(comm: Comm, z: int = z, share: dict[Any, Any] = share) -> tuple[int, int]:
             step = Step(model, mesh, comm, options(Plan(zero=z)), share)
             step(step.shard(batch))
-            state = [v for s in step.optimizer.state.values() for v in s.values() if v.dim()]
-            return sum(p.numel() * 4 for p in step.parameters()), sum(v.numel() * 4 for v in state)
+            held = step.tensors()
+            return sum(t.nbytes for t in held["parameters"]), sum(t.nbytes for t in held["optimizer state"])
 
         kept, state = run_simulated(mesh, rank)[0]
         assert (kept, state) == (memory["parameters, kept"][z], memory["optimizer state"][z])
