@@ -57,8 +57,8 @@ class Plan:
             gives an ``autopar.schedule.Schedule``.
         cuts: paths of the modules that begin all stages but the first; a multiple of ``pp`` stages.
         recompute: what the backward makes again instead of keeping it: ``"full"``, all but the inputs of the repeated layers;
-            ``"selective"``, what takes little work for its memory; globs of modules, all inside of them; or a limit on the bytes of
-            a rank's parameters, gradients and activations (``"8GB"``, or a number), under which the least time is added.
+            ``"selective"``, what takes little work for its memory; a glob of modules or several, all inside of them; or a limit on the
+            bytes of a rank's parameters, gradients and activations (``"8GB"``, or a number), under which the least time is added.
         buckets: bytes after which a bucket of gradients is closed.
         shard: parameter globs to placements: ``{"*.up.weight": "dim0@tp", "head.*": "replicate"}``; of two that match the later wins.
         strict: a request that can't be met is an error instead of a note.
@@ -111,6 +111,8 @@ class Plan:
             )
         if isinstance(self.recompute, list):
             object.__setattr__(self, "recompute", tuple(self.recompute))
+        if isinstance(self.recompute, str) and self.recompute not in (FULL, SELECTIVE) and limit_of(self.recompute) is None:
+            object.__setattr__(self, "recompute", (self.recompute,))  # a glob
         if not _can_be_recompute(self.recompute):
             raise PlanError(
                 f"Plan(recompute={self.recompute!r}) is no request", hint='"full", "selective", globs of modules ("layers.*",), or "8GB"'

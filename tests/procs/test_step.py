@@ -59,8 +59,8 @@ def same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
 MB = {n: Plan(microbatches=n) for n in (1, 2)}
 CASES = [
     ("gpt", "dp=2", "SGD", MB[1]), ("gpt", "tp=2", "AdamW", MB[2]), ("gpt", "dp=2,tp=2", "AdamW", Plan(interleave=2)),
-    ("gpt", "dp=2,tp=2", "SGD", MB[1]), ("gpt2", "dp=2", "AdamW", MB[2]), ("gpt2", "tp=2", "SGD", Plan(interleave=2, sequence=True)),
-    ("gpt2", "dp=2,tp=2", "AdamW", MB[1]),
+    ("gpt", "dp=2,tp=2", "SGD", Plan(zero=2, recompute="full")), ("gpt2", "tp=2", "SGD", Plan(interleave=2, sequence=True)),
+    ("gpt2", "dp=2", "AdamW", Plan(zero=3, microbatches=2, recompute="selective")), ("gpt2", "dp=2,tp=2", "AdamW", MB[1]),
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def staged(microbatches: int, schedule: str | None = None) -> Plan:
 
 
 STAGED = [
-    ("gpt2", "pp=2", "AdamW", staged(4, "zb-v")), ("gpt", "pp=2,dp=2", "AdamW", staged(4, "zb-h1")),
+    ("gpt2", "pp=2", "AdamW", staged(4, "zb-v")), ("gpt", "pp=2,dp=2", "AdamW", Plan(microbatches=4, schedule="zb-h1", zero=3)),
     ("gpt2", "pp=2,tp=2", "SGD", staged(2, "1f1b")), ("gpt", "pp=4", "AdamW", staged(4, "search")),
 ]  # fmt: skip
 SELDOM = [
@@ -83,7 +83,9 @@ SELDOM = [
 def told(value: object) -> str:
     if not isinstance(value, Plan):
         return str(value)
-    return " ".join(f"{k}={getattr(value, k)}" for k in ("microbatches", "interleave", "schedule", "sequence") if getattr(value, k))
+    return " ".join(
+        f"{k}={getattr(value, k)}" for k in ("microbatches", "interleave", "schedule", "sequence", "zero", "recompute") if getattr(value, k)
+    )
 
 
 @pytest.mark.parametrize(
