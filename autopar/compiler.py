@@ -165,14 +165,15 @@ def compile_program(
                 program, split, atoms, layout, local, staged.programs[first], staged.modules[first], spec, overruled, bounds=bounds,
                 rules=rules, device=device, pipeline=staged,
             )  # fmt: skip
+        kept = local
         if plan.recompute is not None and any(True for _ in split.outputs_of("grad")):
             progress.at("recompute")
             costs = costs_of(local, split, atoms, rules, device)
             again = choose_recompute(local, plan.recompute, costs, recompute, held=held_bytes(local))
-            local = recompute(local, again)
-            check_local(local)
+            kept = recompute(local, again)
+            check_local(kept)
         progress.at("buckets")
-        lanes = interleave(local, plan.interleave or 1)
+        lanes = interleave(kept, plan.interleave or 1)
         trained = any(True for _ in split.outputs_of("grad"))
         buckets: tuple[Bucket, ...]
         if like is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import _torch
+from autopar.applied import check_applied
 from autopar.capture import capture
 from autopar.capture.tree import BatchTree, take_batch
 from autopar.compiler import Compiled, compile_program
@@ -100,6 +101,8 @@ def compile_step(
             device=options.device, title=f"{type(model).__name__}: the {kind} step of one rank.", progress=progress,
             cache=options.cache, coordinate=coordinate,
         )  # fmt: skip
+    if kind == "train" and like is None:
+        check_applied(compiled, options.plan)
     return replace(compiled, seconds=progress.seconds)
 
 

@@ -150,7 +150,7 @@ def deepspeed(settings: Settings, compiled: bool = False, stage: int = 1) -> Run
     config = {
         "train_batch_size": settings.batch,
         "train_micro_batch_size_per_gpu": settings.batch // world,
-        "zero_optimization": {"stage": stage, "compute_grad_norm": False},
+        "zero_optimization": {"stage": stage} | ({"compute_grad_norm": False} if stage < 3 else {}),  # 3 always does
         "gradient_clipping": 0.0,  # else it clips to a norm of 1, which nobody else here does
         "steps_per_print": 10**9,
     }

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     # says on a stream what takes long
     "progress": set(),
     "inspect": {
+        "applied",
         "_torch",
         "pipelined",
         "schedule",
@@ -60,7 +61,9 @@ ALLOWED: dict[str, set[str]] = {
     "agree": {"runtime"},
     "deal": {"runtime"},
     "sources": set(),
-    "programs": {"_torch", "capture", "rules", "cost", "plan", "passes", "compiler", "progress"},
+    # what of a plan really applied, told from what was compiled
+    "applied": {"compiler", "cost", "passes", "plan"},
+    "programs": {"_torch", "applied", "capture", "rules", "cost", "plan", "passes", "compiler", "progress"},
     "step": {"_torch", "agree", "deal", "programs", "progress", "capture", "passes", "plan", "codegen", "runtime", "compiler", "inspect"}
     | {"sources"},
     "api": {"*"},

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from autopar._torch import resolve
+from autopar.applied import Applied, find_applied
 from autopar.codegen.emit import Module
 from autopar.codegen.live import profile, stage_profiles
 from autopar.compiler import Compiled
@@ -269,10 +270,17 @@ def head(compiled: Compiled, plan: Plan) -> str:
     return "\n".join([*lines, *compiled.layout.notes])
 
 
+def show_applied(rows: Sequence[Applied]) -> str:
+    """The table of what was asked for, and what became of it."""
+    table = [(a.request, a.done or f"not applied: {a.why}") for a in rows]
+    return tabulate(table, headers=("asked for", "what was done"), disable_numparse=True) if rows else "the plan asks for nothing"
+
+
 def explain(compiled: Compiled, plan: Plan, states: float | None = None) -> str:
     """The plan and what follows from it."""
     parts = [
         head(compiled, plan),
+        show_applied(find_applied(compiled, plan)),
         *([stages.explain_stages(compiled)] if compiled.pipeline is not None else []),
         show_parameters(parameter_rows(compiled)),
         show_collectives(collective_rows(compiled)),

@@ -1,0 +1,83 @@
+"""What of a plan really applied: every request, what was done about it and where, or why nothing could be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.compiler import Compiled
+from autopar.cost.live import kept_bytes
+from autopar.errors import PlanError
+from autopar.ir.local import LocalProgram
+from autopar.passes.recompute import SUFFIX
+from autopar.plan.plan import Plan, limit_of
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A request of a plan. ``done``: what was done about it; "" where nothing was, and ``why`` says the reason."""
+
+    request: str
+    done: str
+    why: str = ""
+
+
+def find_applied(compiled: Compiled, plan: Plan) -> list[Applied]:
+    """What became of each field of a plan that asks for something, in a training step."""
+    return [Applied(request, done, "" if done else why) for request, done, why in _requests(compiled, plan)]
+
+
+def check_applied(compiled: Compiled, plan: Plan) -> None:
+    """Raises PlanError where a strict plan asks for what doesn't apply."""
+    missing = [a for a in find_applied(compiled, plan) if not a.done] if plan.strict else []
+    if missing:
+        raise PlanError(
+            f"Plan(strict=True): {', '.join(a.request for a in missing)} can't be applied",
+            why="; ".join(f"{a.request}: {a.why}" for a in missing), hint="leave it out, or strict",
+        )  # fmt: skip
+
+
+def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    spec, finals, mesh = compiled.spec, compiled.finals, compiled.spec.mesh
+    if plan.zero:
+        shared = [b for b in spec.buckets if b.owners(mesh) > 1]
+        axes = ", ".join(sorted({"+".join(b.axes) for b in shared}))
+        whole = sum(b.numel * b.dtype.itemsize for b in shared)
+        part = sum(b.part(mesh) * b.dtype.itemsize for b in shared)
+        what = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}[plan.zero]
+        done = f"{what} of {len(shared)} of {len(spec.buckets)} buckets shared out over {axes}: {part:,} of {whole:,} bytes a rank"
+        yield f"zero={plan.zero}", done if shared else "", "no parameter is held by several ranks"
+    if plan.sequence:
+        moved = [n for p in finals for n in p.nodes if n.op.startswith("comm.") and n.args[1] == ("tp",) and "all_reduce" not in n.op]
+        why = "the mesh has no tp" if mesh["tp"] == 1 else "nothing between the matrices can be split over tp"
+        yield "sequence", f"{len(moved)} gathers, reduce-scatters and exchanges over tp" if moved else "", why
+    if plan.recompute:
+        again = {n.where.module or "(model)" for p in finals for n in p.nodes if any(o.endswith(SUFFIX) for o in n.outs)}
+        count = sum(any(o.endswith(SUFFIX) for o in n.outs) for p in finals for n in p.nodes)
+        before, after = kept_bytes(compiled.local), sum(kept_bytes(p) for p in finals)
+        kept = "" if compiled.pipeline is not None else f": {after:,} instead of {before:,} bytes of a microbatch are kept"
+        where = ", ".join(sorted(again)[:4]) + (", ..." if len(again) > 4 else "")
+        yield f"recompute={plan.recompute!r}", f"{count} nodes run again in {where}{kept}" if count else "", _nothing_again(compiled, plan)
+    if (plan.interleave or 1) > 1:
+        hidden = sum(n.op.startswith("comm.") and not n.where.module.startswith("bucket") for p in finals for n in p.nodes)
+        yield f"interleave={plan.interleave}", f"{hidden} collectives between the lanes" if hidden else "", "no layer talks to other ranks"
+    if (plan.microbatches or 1) > 1:
+        yield f"microbatches={plan.microbatches}", f"{spec.microbatches} microbatches a step" if spec.microbatches > 1 else "", "one row"
+    staged = compiled.pipeline
+    for name in ("schedule", "cuts"):
+        if getattr(plan, name) is not None:
+            done = "" if staged is None else f"{len(staged.cuts) + 1} stages, {staged.schedule.name}"
+            yield f"{name}={getattr(plan, name)!r}", done, "the mesh has no pp"
+
+
+def _nothing_again(compiled: Compiled, plan: Plan) -> str:
+    """Why no node runs again."""
+    if plan.recompute == "full" and not any(_has_layer(p) for p in compiled.finals):
+        return "the model has no repeated layers, which are modules with a number in their path; name some"
+    if limit_of(plan.recompute) is not None:
+        return "what is kept fits without"
+    return "nothing that is kept could be made again there"
+
+
+def _has_layer(program: LocalProgram) -> bool:
+    return any(part.isdigit() for n in program.nodes for part in n.where.module.split("."))
