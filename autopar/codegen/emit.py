@@ -115,6 +115,7 @@ class Emitter:
     buckets: set[str] = field(default_factory=set)
     flats: list[str] = field(default_factory=list)  # given by the caller
     taken: dict[str, int] = field(default_factory=dict)  # flat tensor that a step takes memory for -> its elements
+    parts: dict[str, str] = field(default_factory=dict)  # what is left of one, or the sum of it over microbatches -> its memory
     open: set[str] = field(default_factory=set)  # those of them that there are, in the statements so far
     reducing: list[str] = field(default_factory=list)  # their reductions under way
     gathered: dict[str, str] = field(default_factory=dict)  # what lies in memory taken for a gather -> the gathered value
@@ -154,12 +155,20 @@ class Emitter:
         )  # fmt: skip
 
     def find_flats(self, packs: Mapping[str, str]) -> None:
-        """Where the gradients of buckets are made: in memory that the caller gives, or that a step takes for each until it is reduced."""
-        flats = [(packs[b.name], b.numel) for b in self.program.buckets if b.name in packs]
-        if self.program.zero < 2:
-            self.flats = [flat for flat, _ in flats]
-        else:
-            self.taken = dict(flats)
+        """Where the gradients of buckets are made: in memory that the caller gives, or that a step takes for each until it is reduced.
+
+        The caller gives the memory of what is left then.
+        """
+        made, final = self.program.producers(), {o.path: o.value for o in self.program.outputs_of("bucket")}
+        for bucket in [b for b in self.program.buckets if b.name in packs]:
+            flat = packs[bucket.name]
+            if self.program.zero < 2 or final[bucket.name] == flat:
+                self.flats.append(flat)
+                continue
+            self.taken[flat] = bucket.numel
+            self.flats.append(f"{bucket.name}_part")
+            if made[final[bucket.name]].op in ("comm.reduce_scatter", "autopar.accumulate"):
+                self.parts[final[bucket.name]] = self.flats[-1]
         if self.program.zero < 3:
             return
         for node in self.program.nodes:
@@ -279,8 +288,12 @@ class Emitter:
     def start(self, node: Node, region: Region) -> None:
         value, axes, *rest = node.args
         args = [value.name, _axes(axes), *(f'"{r}"' if isinstance(r, str) else str(r) for r in rest), f'site="{node.where.module}"']
+        reads = [value.name]
         if value.name in self.taken:
             args.append("spent=True")
+            if node.outs[0] in self.parts:
+                reads.append(self.parts[node.outs[0]])
+                args.append(f"out={reads[1]}")
         elif node.op == "comm.all_gather" and value.name in self.buckets:
             kind = self.program.types[node.outs[0]]
             args.append(f"out=comm.empty({kind.numel}, {kind.dtype})")
@@ -289,9 +302,7 @@ class Emitter:
             args.append(f"out=ops.own({value.name}, comm, {_axes(axes)}, {part})")
         function = f"comm.{node.op.removeprefix('comm.')}"
         self.statements.append(
-            _Statement(
-                assign(node.outs[0], function, args, self.indent(region)), [node.outs[0]], [value.name], region, node.outs[0], (node,)
-            )
+            _Statement(assign(node.outs[0], function, args, self.indent(region)), [node.outs[0]], reads, region, node.outs[0], (node,))
         )
 
     def pack(self, node: Node, region: Region) -> None:
@@ -318,11 +329,13 @@ class Emitter:
     def accumulate(self, node: Node) -> None:
         """Adds this turn's share to a total: the last thing a turn does with the value."""
         value, combine = node.args
-        total = node.outs[0]
-        args = [total, value.name, f'"{combine}"']
-        self.statements.append(
-            _Statement(assign(total, "ops.accumulate", args, self.indent("body")), [total], [value.name], "body", "accumulate", (node,))
-        )
+        total, reads, pad = node.outs[0], [value.name], " " * self.indent("body")
+        if total in self.parts:
+            reads.append(self.parts[total])
+            lines = [f"{pad}{total} = {reads[1]}.copy_({reads[0]}) if {total} is None else {total}.add_({reads[0]})"]
+        else:
+            lines = assign(total, "ops.accumulate", [total, value.name, f'"{combine}"'], len(pad))
+        self.statements.append(_Statement(lines, [total], reads, "body", "accumulate", (node,)))
 
     def segment(self, nodes: list[Node], finals: set[str], region: Region) -> None:
         """A function for a run of nodes, shared with every run of the same text, and the call of it."""

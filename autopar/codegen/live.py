@@ -163,8 +163,8 @@ class Follower:
 
     def exists(self, name: str) -> None:
         """A value that is there before, and not counted."""
-        kind = self.program.types[name]
-        self.bind(name, _Value(kind, _packed(kind.shape), _Memory(0)))
+        if (kind := self.program.types.get(name)) is not None:  # memory of the caller's is no value of the program
+            self.bind(name, _Value(kind, _packed(kind.shape), _Memory(0)))
 
     def note(self, label: str, more: int = 0) -> None:
         self.points.append(Point(label, self.phase, self.live + more))
@@ -230,14 +230,15 @@ class Follower:
         self.under_way[out] = kept
         kind = self.program.types[out]
         mine = any("out=ops.own(" in line or "out=ops.member(" in line for line in s.lines)  # a part of a bucket
-        self.bind(out, _Value(kind, _packed(kind.shape), operand.memory if mine else _Memory(kind.nbytes)))
+        given = _Memory(0 if len(s.reads) > 1 else kind.nbytes)  # the caller's memory counts with the gradients
+        self.bind(out, _Value(kind, _packed(kind.shape), operand.memory if mine else given))
         self.note(out)
 
     def accumulate(self, node: Node, s: _Statement) -> None:
         """The first share is the total; later ones are added to it, in new memory unless the total has a place in its bucket."""
         total, kind = node.outs[0], self.program.types[node.outs[0]]
         stride = _packed(kind.shape)
-        if len(s.lines) > 1 and s.lines[0].strip().startswith("if "):
+        if len(s.reads) > len(node.refs()):  # in the caller's memory, which counts with the gradients
             self.bind(total, _Value(kind, stride, _Memory(0)))
         elif total not in self.names:
             self.bind(total, self.names[node.refs()[0]])

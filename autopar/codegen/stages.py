@@ -298,7 +298,8 @@ class _StageEmitter(Emitter):
                 inputs.append((gathered, "gather", i.path) if gathered else (i.name, "bucket", i.path))
             elif i.kind in ("param", "buffer", "batch"):
                 inputs.append((i.name, i.kind, i.path))
-        inputs += [(n.name, "flat", n.where.module) for n in main if n.op == "autopar.pack" and n.name in self.flats]
+        packed = {n.where.module for n in main if n.op == "autopar.pack"}
+        inputs += [(name, "flat", b.name) for b, name in zip((b for b in p.buckets if b.name in packed), self.flats, strict=True)]
         per_turn = {o for kind, t in tasks.items() if kind in ("F", "B", "I", "W") for o in t.makes}
         totals = tuple(n.name for n in main if n.op == "autopar.accumulate")
         came = {c.value for c in p.crossings if c.target == p.stage and c.made in ("F", "I", "W")}

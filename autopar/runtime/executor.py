@@ -104,7 +104,7 @@ class State:
         parts: for each bucket the 1-D parameter of the elements that this rank owns (all of them under ZeRO 0): a view of ``whole``, if
             there is one.
         gathers: for each bucket the gather of ``whole`` from its owners, if it was begun since the parts changed last.
-        grads: for each bucket the 1-D tensor in which its gradients are made, after the first training step; nothing from ZeRO 2 on.
+        grads: for each bucket the 1-D tensor of its gradients, from ZeRO 2 on of this rank's part, after the first training step.
         fixed: pieces of parameters that no bucket holds: frozen ones, and those without gradient.
         buffers: whole buffers.
         step: updates done.
@@ -140,9 +140,9 @@ class State:
         return [part.detach() for part in self.parts] if self.zero == 3 else self.whole
 
     def begin_grads(self, packs: bool) -> None:
-        """Makes the tensors in which gradients are made, if a program makes any there."""
-        if packs and not self.grads and self.zero < 2:
-            self.grads = [torch.zeros_like(flat) for flat in self.whole]
+        """Makes the tensors of gradients, if a program makes any."""
+        if packs and not self.grads:
+            self.grads = [torch.zeros_like(flat) for flat in (self.whole if self.zero < 2 else (p.detach() for p in self.parts))]
 
     def begin_gather(self, index: int, comm: Comm) -> None:
         """Begins to gather a bucket from its owners, if that isn't under way."""
