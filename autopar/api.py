@@ -133,8 +133,8 @@ def as_mesh(mesh: Any) -> Mesh:
 def check_mesh(mesh: Mesh) -> None:
     """Refuses axes whose parallelism isn't built. Raises UnsupportedError."""
     for axis, size in mesh.axes:
-        if size > 1 and axis not in ("pp", "dp", "tp"):
-            raise UnsupportedError(f"mesh axis {axis}={size} is not supported yet", hint="use pp, dp and tp")
+        if size > 1 and axis not in ("pp", "dp", "cp", "tp"):
+            raise UnsupportedError(f"mesh axis {axis}={size} is not supported yet", hint="use pp, dp, cp and tp")
 
 
 def verify(

@@ -196,7 +196,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
         else:
             add(output.value, _SINK if output.kind in ("loss", "buffer") else _ANY, "sink")
 
-    tails = {(id(group_of[source[v][0]]), source[v][1]) for v in _gradients(problem)}
+    tails = {(id(group_of[source[v][0]]), source[v][1]) for v in gradients(program, problem.atoms)}
     # values of one producer that are used alike are converted alike: the last of the layers that repeat isn't used as the others are
     alike: dict[tuple[int, int], dict[tuple[tuple[tuple[int, int | str], int], ...], int]] = defaultdict(lambda: defaultdict(int))
     order = {key: k for k, key in enumerate(objects)}  # no addresses: every rank must ask the solver the same
@@ -256,12 +256,12 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
                 model.row([*flows, *((c, -1.0) for c in want_columns)], 0.0, 0.0)
 
 
-def _gradients(problem: Problem) -> set[str]:
+def gradients(program: Program, atoms: Atoms) -> set[str]:
     """The gradients of parameters, also before the last ops that only move their elements."""
-    found = {o.value for o in problem.program.outputs_of("grad")}
-    for n in range(len(problem.program.nodes) - 1, -1, -1):
-        node = problem.program.nodes[n]
-        if problem.atoms.rows[n].moves and any(o in found for o in node.outs):
+    found = {o.value for o in program.outputs_of("grad")}
+    for n in range(len(program.nodes) - 1, -1, -1):
+        node = program.nodes[n]
+        if atoms.rows[n].moves and any(o in found for o in node.outs):
             found.update(node.refs())
     return found
 

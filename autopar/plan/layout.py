@@ -13,7 +13,7 @@ from autopar.ir.program import Node, Program
 from autopar.layout.mesh import Mesh
 from autopar.layout.reshard import step_kind
 from autopar.layout.sharding import REPLICATE, Placement, Sharding, shard
-from autopar.plan.axis import Choice, Problem, solve
+from autopar.plan.axis import Choice, Problem, gradients, solve
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
 from autopar.rules.strategies import Strategy, strategies
@@ -96,17 +96,21 @@ class _Roles:
     params: Mapping[str, str]
     batch: set[str]
     kinds: Mapping[str, str]
+    gradients: set[str]
     even: bool = True
 
     def may_shard(self, value: str, atom: int) -> bool:
         """Whether this axis may shard an atom of a value.
 
         ``dp``: samples only. ``tp``: the features inside of layers, not the stream between them; with ``sequence`` also what is
-        neither sample nor feature.
+        neither sample nor feature. ``cp``: the latter, and features (heads) of anything but parameters and their gradients.
         """
         marks = self.atoms.marks[value][atom]
         if self.axis == "dp":
             return "batch" in marks and "mb" not in marks
+        if self.axis == "cp":
+            inner = "stream" not in marks and value not in self.params and value not in self.gradients
+            return "batch" not in marks and ("feature" not in marks or inner)
         if "stream" in marks and not self.pinned_stream:
             return False
         return "batch" not in marks and ("feature" in marks or self.sequence)
@@ -127,8 +131,10 @@ class _Roles:
                 kept.append(option)
         if self.axis == "dp":  # the batch splits: a node that can split samples does
             return [s for s in kept if s.factor or s.inputs != (REPLICATE,) * len(s.inputs)] if any(s.factor for s in kept) else kept
-        if self.axis != "tp":
-            return kept
+        if self.axis == "cp":  # parameters are whole, so a product with one, or that makes its gradient, splits the sequence
+            lookup = any("offset-sum" in kind for kind in self.atoms.rows[n].kinds.values()) or node.op == "autopar.embedding_backward"
+            splits = [s for s in kept if s.factor]
+            return splits if splits and (lookup or self.rules[node.op].contraction) and any(x in self.batch for x in names) else kept
         row = self.atoms.rows[n]
         whole = {name for name, p in self.pins.items() if p == REPLICATE}
         weights = [k for k, r in enumerate(node.refs()) if r in self.params and self.params[r] not in whole]
@@ -143,7 +149,7 @@ class _Roles:
         kind = self.kinds[name]
         if self.axis == "dp":
             return [sample_placement(self.program, self.atoms, name, self.mesh["dp"])] if kind == "batch" else [REPLICATE]
-        if kind != "param":
+        if kind != "param" or self.axis == "cp":
             return [REPLICATE]
         if name in self.pins:
             return [self.pins[name]]
@@ -207,8 +213,8 @@ def choose(
     for axis, size in mesh.axes:
         if size == 1:
             continue
-        if axis not in ("dp", "tp"):
-            raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp and tp")
+        if axis not in ("dp", "tp", "cp"):
+            raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp, tp and cp")
         at(f"plan {axis}")
         pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
         choice: Choice = solve(make(axis, layout, pinned))
@@ -223,9 +229,10 @@ def problems(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, sequence:
     With ``even=False``: as if the axis divided every size.
     """
     params, batch, kinds = from_params(program, rules), from_batch(program), {i.name: i.kind for i in program.inputs}
+    grads = gradients(program, atoms)
 
     def make(axis: str, layout: Layout, pinned: Mapping[str, Placement], even: bool = True) -> Problem:
-        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds, even)
+        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds, grads, even)
         return Problem(
             program, atoms, rules, mesh, axis, device, layout.nodes, layout.inputs, roles.allowed, roles.input_choices, True,
             roles.surcharge, frozenset(n for n, p in pinned.items() if p.kind == "shard"), even,
@@ -315,7 +322,7 @@ def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng:
         for i in program.inputs:
             sizes = layout.inputs[i.name].local_atoms(mesh)
             options = [REPLICATE]
-            if i.kind == "param" and axis != "dp":
+            if i.kind == "param" and axis not in ("dp", "cp"):
                 options += [shard(a) for a, s in enumerate(sizes) if s % size == 0]
             if i.kind == "batch" and axis == "dp":
                 options = [sample_placement(program, atoms, i.name, size)]
