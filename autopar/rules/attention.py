@@ -1,11 +1,12 @@
-"""Rows of fused attention: batch, heads and, where nothing masks by position, queries may be cut."""
+"""Rows of fused attention: batch, heads and queries may be cut; where the op itself masks by position a piece is told where it starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.ir.program import Node, Ref
-from autopar.rules.rule import Rule, Types
+from autopar.rules.rule import Local, Rule, Types
 
 
 def _mask_term(shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
@@ -32,35 +33,61 @@ def _mask(node: Node, types: Types, dims: Sequence[tuple[str, int]], position: i
     return [_mask_term(types[mask.name].shape, dims)] if isinstance(mask, Ref) else []
 
 
-def _kinds(causal: bool, cut: str) -> str:
-    """Sequences may be cut unless the op itself masks by position; head dims and query heads that share a key head never."""
-    return ", ".join([*(f"{f}: whole" for f in "der"), "q: whole, k: whole" if causal else cut])
+def _kinds(cut: str) -> str:
+    """Head dims are never cut."""
+    return f"d: whole, e: whole, {cut}"
 
 
 def _cpu_flash(node: Node, types: Types) -> str:
     t, dims = _parts(node, types, 0)
     terms = [t["q"], t["k"], t["v"], *_mask(node, types, dims, 99, "attn_mask")]
-    return f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_kinds(node.arg(4, 'is_causal', False), 'k: whole')}"
+    return f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_kinds('q: offset, k: whole' if node.arg(4, 'is_causal', False) else 'k: whole')}"
+
+
+def _cpu_flash_local(node: Node, local: Local) -> Node:
+    """Queries that begin elsewhere than at 0 see other keys than the op's own mask says."""
+    start = local.start(local.inputs[0], 2)
+    if not start.terms or not node.arg(4, "is_causal", False):
+        return node
+    return replace(node, op="autopar.causal_attention", args=(*node.args[:3], start), kwargs=_scale(node))
 
 
 def _cpu_flash_backward(node: Node, types: Types) -> str:
-    """With the output and logsumexp of all keys at hand, keys may be cut too."""
+    """With the output and logsumexp of all keys at hand, keys may be cut too where no mask goes by position.
+
+    Query heads that share a key head (``r``) each add to its gradient.
+    """
     t, dims = _parts(node, types, 1)
     terms = [t["o"], t["q"], t["k"], t["v"], t["o"], t["lse"], *_mask(node, types, dims, 99, "attn_mask")]
-    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_kinds(node.args[7], 'q: sum, k: sum')}"
+    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_kinds('r: sum, q: offset-sum, k: whole' if node.args[7] else 'r: sum, q: sum, k: sum')}"
+
+
+def _cpu_flash_backward_local(node: Node, local: Local) -> Node:
+    start = local.start(local.inputs[1], 2)
+    if not start.terms or not node.args[7]:
+        return node
+    return replace(node, op="autopar.causal_attention_backward", args=(*node.args[:6], start), kwargs=_scale(node))
+
+
+def _scale(node: Node) -> tuple[tuple[str, float], ...]:
+    scale = dict(node.kwargs).get("scale")
+    return () if scale is None else (("scale", scale),)
 
 
 RULES = (
-    Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, contraction=True, dense_last=(0, 1, 2), samples=(
+    Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, local=_cpu_flash_local, contraction=True,
+         dense_last=(0, 1, 2), samples=(
         "f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2]",
         "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], 0.0, True",
+        "f[4, 6, 6, 2], f[4, 2, 4, 2], f[4, 2, 4, 2], 0.0, True, scale=0.5",
         "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 1, 4, 6]",
         "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 6], scale=0.5",
     )),
-    Rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", _cpu_flash_backward, "0", contraction=True,
-         dense_last=(1, 2, 3, 4), samples=(
+    Rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", _cpu_flash_backward, "0",
+         local=_cpu_flash_backward_local, contraction=True, dense_last=(1, 2, 3, 4), samples=(
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, False",
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, True",
              "f[4, 2, 4, 2], f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], f[4, 2, 4, 2], f[4, 2, 4], 0.0, False, attn_mask=f[4, 1, 4, 6]",
+             "f[4, 6, 6, 2], f[4, 6, 6, 2], f[4, 2, 4, 2], f[4, 2, 4, 2], f[4, 6, 6, 2], f[4, 6, 6], 0.0, True, scale=0.5",
          )),
 )  # fmt: skip
