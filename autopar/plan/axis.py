@@ -16,7 +16,7 @@ from autopar.cost.device import Device
 from autopar.errors import PlanError
 from autopar.ir.program import Node, Program
 from autopar.layout.mesh import Mesh
-from autopar.layout.reshard import LOCAL, step_bytes, step_kind
+from autopar.layout.reshard import LOCAL, plan_reshard, step_bytes, step_kind
 from autopar.layout.sharding import REPLICATE, Placement, Sharding
 from autopar.plan.solver import Model
 from autopar.rules import Rules
@@ -95,6 +95,14 @@ def constants(program: Program) -> set[int]:
     return found
 
 
+def options(problem: Problem, n: int) -> list[Strategy]:
+    """The strategies of a node that the role of the axis allows."""
+    shardings = [s for side in problem.layout[n] for s in side]
+    dims, left = [s.dims for s in shardings], [s.local_dims(problem.mesh) for s in shardings]
+    ways = problem.mesh[problem.axis] if problem.even else None
+    return problem.allowed(n, problem.program.nodes[n], strategies(problem.atoms.rows[n], dims, ways, left))
+
+
 def solve(problem: Problem) -> Choice:
     """Finds the cheapest strategies. Raises PlanError where a node has none left."""
     program, axis, ways = problem.program, problem.axis, problem.mesh[problem.axis]
@@ -121,11 +129,10 @@ def solve(problem: Problem) -> Choice:
         key = (*place[:2], wildcard(place[2]), same[place], seen[place], node.op, inputs, outputs, str(problem.atoms.rows[n]),
                tuple(program.types[o].dtype if o else None for o in node.outs))  # fmt: skip
         if key not in groups:
-            dims, left = [s.dims for s in (*inputs, *outputs)], [s.local_dims(problem.mesh) for s in (*inputs, *outputs)]
-            options = problem.allowed(n, node, strategies(problem.atoms.rows[n], dims, ways if problem.even else None, left))
-            if not options:
+            allowed = options(problem, n)
+            if not allowed:
                 raise PlanError(f"{node.op} has no placement that the role of axis {axis!r} allows", where=str(node.where))
-            groups[key] = _Group(options)
+            groups[key] = _Group(allowed)
         groups[key].members.append(n)
         group_of[n] = groups[key]
 
@@ -174,7 +181,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     # every value to its uses: (consumer, operand) -> how often it is used so in a step; and the local size of what a producer gives
     uses: dict[str, dict[tuple[int, int | str], int]] = defaultdict(dict)
     objects: dict[int, _Group] = {}
-    shape: dict[tuple[int, int], tuple[int, int]] = {}
+    shape: dict[tuple[int, int], tuple[Sharding, int]] = {}
     is_fixed: dict[tuple[int, int], bool] = {}
 
     def add(value: str, consumer: _Group, operand: int | str, turns: int = 1) -> None:
@@ -184,7 +191,7 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
         uses[value][id(consumer), operand] = max(uses[value].get((id(consumer), operand), 0), turns)
         if (id(producer), out) not in shape:  # members of a group are equal
             sharding = problem.inputs[value] if isinstance(member, str) else problem.layout[member][1][out]
-            shape[id(producer), out] = math.prod(sharding.local_shape(problem.mesh)), program.types[value].dtype.itemsize
+            shape[id(producer), out] = sharding, program.types[value].dtype.itemsize
         is_fixed[id(producer), out] = value in fixed
 
     for n, node in enumerate(program.nodes):
@@ -208,7 +215,8 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
     shared: dict[tuple[object, ...], int] = {}
     for p_id, out, c_id, operand in edges:
         producer, consumer = objects[p_id], objects[c_id]
-        numel, itemsize = shape[p_id, out]
+        sharding, itemsize = shape[p_id, out]
+        numel = math.prod(sharding.local_shape(problem.mesh))
         if consumer is _ANY:
             continue
         if consumer is _SINK:
@@ -228,11 +236,14 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
                 flow = model.real()
                 row.append((flow, 1.0))
                 into[want].append(flow)
-                if kind in ("keep", "slice"):
+                nested = kind != "keep" and _nested(problem, sharding, have, want)
+                if kind == "keep" or (kind == "slice" and not nested):
                     continue
                 if operand == "grad" and kind == "all_reduce":
                     kind = "reduce_scatter"  # the owner needs its part only
-                if kind == "once":  # on the other ranks zeros take its place
+                if nested:
+                    seconds = _way(problem, sharding, have, want, itemsize)
+                elif kind == "once":  # on the other ranks zeros take its place
                     seconds = _ONCE + problem.device.seconds(0.0, numel * itemsize)
                 else:
                     piece = numel // ways if have.kind == "shard" else numel
@@ -254,6 +265,23 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
                 model.row(flows, 1.0, 1.0)
             else:
                 model.row([*flows, *((c, -1.0) for c in want_columns)], 0.0, 0.0)
+
+
+def _nested(problem: Problem, sharding: Sharding, have: Placement, want: Placement) -> bool:
+    """Whether an axis inside of this one cuts what this one enters or leaves: then it has to make way."""
+    inner = problem.mesh.names[problem.mesh.names.index(problem.axis) + 1 :]
+    return problem.even and any(p.kind == "shard" and set(inner) & set(sharding.axes_of(p.atom)) for p in (have, want))
+
+
+def _way(problem: Problem, sharding: Sharding, have: Placement, want: Placement, itemsize: int) -> float:
+    """Seconds of a conversion by all the steps that it takes."""
+    mesh, axis = problem.mesh, problem.axis
+    steps = plan_reshard(sharding.with_placement(axis, have, mesh), sharding.with_placement(axis, want, mesh), mesh, itemsize)
+    return sum(
+        problem.device.comm_seconds(step_bytes(s.kind, math.prod(s.before.local_atoms(mesh)), itemsize, mesh[s.axis]))
+        for s in steps
+        if s.kind not in LOCAL
+    )
 
 
 def gradients(program: Program, atoms: Atoms) -> set[str]:

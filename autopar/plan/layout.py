@@ -14,6 +14,7 @@ from autopar.layout.mesh import Mesh
 from autopar.layout.reshard import step_kind
 from autopar.layout.sharding import REPLICATE, Placement, Sharding, shard
 from autopar.plan.axis import Choice, Problem, gradients, solve
+from autopar.plan.context import check_context, relates
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
 from autopar.rules.strategies import Strategy, strategies
@@ -109,8 +110,8 @@ class _Roles:
         if self.axis == "dp":
             return "batch" in marks and "mb" not in marks
         if self.axis == "cp":
-            inner = "stream" not in marks and value not in self.params and value not in self.gradients
-            return "batch" not in marks and ("feature" not in marks or inner)
+            own = value in self.params or value in self.gradients
+            return "batch" not in marks and ("feature" not in marks or not own)
         if "stream" in marks and not self.pinned_stream:
             return False
         return "batch" not in marks and ("feature" in marks or self.sequence)
@@ -131,10 +132,13 @@ class _Roles:
                 kept.append(option)
         if self.axis == "dp":  # the batch splits: a node that can split samples does
             return [s for s in kept if s.factor or s.inputs != (REPLICATE,) * len(s.inputs)] if any(s.factor for s in kept) else kept
-        if self.axis == "cp":  # parameters are whole, so a product with one, or that makes its gradient, splits the sequence
-            lookup = any("offset-sum" in kind for kind in self.atoms.rows[n].kinds.values()) or node.op == "autopar.embedding_backward"
-            splits = [s for s in kept if s.factor]
-            return splits if splits and (lookup or self.rules[node.op].contraction) and any(x in self.batch for x in names) else kept
+        if self.axis == "cp":  # with parameters whole, a product with one, or that makes its gradient, splits the sequence
+            kinds = self.atoms.rows[n].kinds.values()
+            must = self.rules[node.op].contraction or node.op == "autopar.embedding_backward" or any(k == "offset-sum" for k in kinds)
+            must = (must or relates(self.program, self.atoms, n, self.params)) and any(x in self.batch for x in names)
+            return [s for s in kept if s.factor] or kept if must else kept
+        if self.axis != "tp":
+            return kept
         row = self.atoms.rows[n]
         whole = {name for name, p in self.pins.items() if p == REPLICATE}
         weights = [k for k, r in enumerate(node.refs()) if r in self.params and self.params[r] not in whole]
@@ -210,17 +214,28 @@ def choose(
     pin_placements(program, atoms, pins or {}, "tp", 1)  # pins are checked on every mesh
     make = problems(program, atoms, rules, mesh, sequence, device)
     seconds = {}
-    for axis, size in mesh.axes:
+    notes: tuple[str, ...] = ()
+    for axis in search_order(mesh):
+        size = mesh[axis]
         if size == 1:
             continue
         if axis not in ("dp", "tp", "cp"):
             raise PlanError(f"mesh axis {axis!r} has no sharding search", hint="use dp, tp and cp")
         at(f"plan {axis}")
         pinned = {**pin_placements(program, atoms, pins or {}, axis, size), **_held_placements(program, atoms, held or {}, axis)}
-        choice: Choice = solve(make(axis, layout, pinned))
+        problem = make(axis, layout, pinned)
+        if axis == "cp":
+            notes = check_context(problem, from_batch(program))
+        choice: Choice = solve(problem)
         seconds[axis] = choice.seconds
         layout = apply(layout, axis, mesh, choice.nodes, choice.inputs)
-    return Layout(layout.inputs, layout.nodes, layout.notes, seconds)
+    return Layout(layout.inputs, layout.nodes, (*layout.notes, *notes), seconds)
+
+
+def search_order(mesh: Mesh) -> tuple[str, ...]:
+    """The axes in the order in which they are chosen: that of the mesh, but ``cp`` last, for only with the cuts of ``tp`` known does it
+    see what moving heads costs."""
+    return tuple(sorted(mesh.names, key=lambda axis: axis == "cp"))
 
 
 def problems(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, sequence: bool, device: Device) -> Callable[..., Problem]:

@@ -11,7 +11,7 @@ from autopar.ir.program import Program
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import REPLICATE, Placement, Sharding
 from autopar.plan.axis import Choice, Problem, products, runs_of, solve, wildcard
-from autopar.plan.layout import Layout, from_batch, pin_placements, problems
+from autopar.plan.layout import Layout, from_batch, pin_placements, problems, search_order
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
 
@@ -73,10 +73,12 @@ def find_uneven(
     """
     make = problems(program, atoms, rules, mesh, sequence, device)
     found: list[Uneven] = []
-    for k, (axis, ways) in enumerate(mesh.axes):
+    order = search_order(mesh)
+    for k, axis in enumerate(order):
+        ways = mesh[axis]
         if ways == 1 or axis == "dp":
             continue
-        before = _without(layout, mesh, [a for a, _ in mesh.axes[k:]])
+        before = _without(layout, mesh, list(order[k:]))
         problem = make(axis, before, pin_placements(program, atoms, pins, axis, ways), even=False)
         if any(n % ways for dims in atoms.dims.values() for dim in dims for n in dim):
             wished = solve(problem)

@@ -41,7 +41,9 @@ def _kinds(cut: str) -> str:
 def _cpu_flash(node: Node, types: Types) -> str:
     t, dims = _parts(node, types, 0)
     terms = [t["q"], t["k"], t["v"], *_mask(node, types, dims, 99, "attn_mask")]
-    return f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_kinds('q: offset, k: whole' if node.arg(4, 'is_causal', False) else 'k: whole')}"
+    return (
+        f"{', '.join(terms)} -> {t['o']}, {t['lse']} ; {_kinds('q: offset, k: whole' if node.arg(4, 'is_causal', False) else 'k: whole')}"
+    )
 
 
 def _cpu_flash_local(node: Node, local: Local) -> Node:
@@ -59,7 +61,8 @@ def _cpu_flash_backward(node: Node, types: Types) -> str:
     """
     t, dims = _parts(node, types, 1)
     terms = [t["o"], t["q"], t["k"], t["v"], t["o"], t["lse"], *_mask(node, types, dims, 99, "attn_mask")]
-    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_kinds('r: sum, q: offset-sum, k: whole' if node.args[7] else 'r: sum, q: sum, k: sum')}"
+    cut = "r: sum, q: offset-sum, k: whole" if node.args[7] else "r: sum, q: sum, k: sum"
+    return f"{', '.join(terms)} -> {t['q']}, {t['k']}, {t['v']} ; {_kinds(cut)}"
 
 
 def _cpu_flash_backward_local(node: Node, local: Local) -> Node:

@@ -24,6 +24,8 @@ def _by_key_heads(x: Tensor, heads: int) -> Tensor:
 def _rows(q: Tensor, k: Tensor, start: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Some queries at a time: which, how many of the first keys they see, and the mask [rows, keys] of what each doesn't."""
     size = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    if torch.compiler.is_compiling() or type(q) is not Tensor:  # only shapes, or code being made: one turn
+        size = q.shape[2]
     for first in range(0, q.shape[2], size):
         last = min(first + size, q.shape[2])
         count = min(start + last, k.shape[2])

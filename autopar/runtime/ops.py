@@ -17,9 +17,9 @@ from autopar.runtime.attention import causal_attention, causal_attention_backwar
 from autopar.runtime.comm import Comm
 
 __all__ = [
-    "arange", "bernoulli", "causal_attention", "causal_attention_backward", "checked", "cross_entropy_backward", "dropout", "embedding", "embedding_backward", "exp_sum", "expert_mm",
-    "expert_mm_backward", "expert_outer", "grouped_mm", "keep", "log_softmax", "normal", "pick", "randint", "tril", "triu", "uniform",
-    "unpick",
+    "arange", "bernoulli", "causal_attention", "causal_attention_backward", "checked", "cross_entropy_backward", "dropout", "embedding",
+    "embedding_backward", "exp_sum", "expert_mm", "expert_mm_backward", "expert_outer", "grouped_mm", "keep", "log_softmax", "normal",
+    "pick", "randint", "tril", "triu", "uniform", "unpick",
 ]  # fmt: skip
 
 #: bytes of the rows that are computed at a time where the result of all isn't kept: no temporary of their size, and it stays in the cache.

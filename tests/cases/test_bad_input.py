@@ -288,8 +288,8 @@ def test_versions_that_differ(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_meshes() -> None:
     with pytest.raises(LayoutError, match="data"):
         Mesh(data=2)
-    with pytest.raises(UnsupportedError, match="mesh axis cp=2 is not supported yet"):
-        autopar.parallelize(lm(), Mesh(cp=2))
+    with pytest.raises(UnsupportedError, match="mesh axis ep=2 is not supported yet"):
+        autopar.parallelize(lm(), Mesh(ep=2))
     with pytest.raises(InputError, match="the mesh dp=2 has 2 ranks, but 1 process was launched"):
         autopar.parallelize(lm(), Mesh(dp=2))
 

@@ -46,7 +46,7 @@ RANDOM_PLANS = [
     pytest.param(model, mesh, n + k, marks=[pytest.mark.slow] if model.name in SIMILAR else [])
     for n, model in enumerate(MODELS)
     for k, mesh in enumerate(("dp=2,tp=2", "tp=4"))
-]
+] + [pytest.param(model, "cp=2,tp=2", n) for n, model in enumerate(MODELS) if model.name in ("gpt", "llama", "encdec")]
 
 
 @pytest.mark.parametrize(("model", "mesh", "draw"), RANDOM_PLANS, ids=lambda v: v.name if isinstance(v, Model) else str(v))

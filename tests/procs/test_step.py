@@ -61,6 +61,7 @@ CASES = [
     ("gpt", "dp=2", "SGD", MB[1]), ("gpt", "tp=2", "AdamW", MB[2]), ("gpt", "dp=2,tp=2", "AdamW", Plan(interleave=2)),
     ("gpt", "dp=2,tp=2", "SGD", Plan(zero=2, recompute="full")), ("gpt2", "tp=2", "SGD", Plan(interleave=2, sequence=True)),
     ("gpt2", "dp=2", "AdamW", Plan(zero=3, microbatches=2, recompute="selective")), ("gpt2", "dp=2,tp=2", "AdamW", MB[1]),
+    ("gpt2", "dp=2,cp=2", "AdamW", MB[2]),
 ]  # fmt: skip
 
 
