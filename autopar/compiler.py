@@ -29,6 +29,7 @@ from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
 from autopar.passes.recompute import recompute
 from autopar.passes.regather import regather
+from autopar.passes.ring import unroll_rings
 from autopar.passes.unsort import unsort
 from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
@@ -151,8 +152,9 @@ def compile_program(
         progress.at("insert")
         local = insert_collectives(split, atoms, layout, mesh, rules)
         progress.at("check")
-        check_local(local)
         check_placements(local, split, atoms)
+        local = unroll_rings(local, split, atoms, rules)
+        check_local(local)
         zero = 1 if plan.zero is None else plan.zero
         if whole["pp"] > 1:
             progress.at("stages")
@@ -205,7 +207,16 @@ def compile_program(
             return made
         progress.at("plan")
     layout = choose(
-        split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device, at=progress.at
+        split,
+        atoms,
+        rules,
+        mesh,
+        sequence=bool(plan.sequence),
+        pins=plan.shard or {},
+        held=held,
+        device=device,
+        at=progress.at,
+        context=plan.context,
     )
     made = realize(layout)
     if cache is not None:

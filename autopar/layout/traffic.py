@@ -17,7 +17,7 @@ def bytes_sent(kind: str, numel: int, itemsize: int, ranks: int, index: int = 0)
     """Bytes that the rank at ``index`` of a group of ``ranks`` sends.
 
     Args:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``shift``.
         numel: elements of this rank's **input** tensor.
         itemsize: bytes of one element.
 
@@ -25,6 +25,8 @@ def bytes_sent(kind: str, numel: int, itemsize: int, ranks: int, index: int = 0)
     """
     if ranks == 1 or numel == 0:
         return 0
+    if kind == "shift":
+        return numel * itemsize
     if kind == "all_gather":
         return (ranks - 1) * numel * itemsize
     if kind == "all_reduce":

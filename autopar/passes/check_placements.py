@@ -66,6 +66,12 @@ def _fault(row: Row, tables: Sequence[Mapping[tuple[str, int], int]], placements
         if combines == {"sum"}:
             return "" if unreduced in row.linear else f"it isn't linear in operands {sorted(unreduced)}"
         return "" if row.moves and len(unreduced) == n else "only what moves elements takes an unreduced maximum"
+    if row.ring is not None and cut == {(f, 0) for f in row.ring}:
+        for k, (table, p) in enumerate(zip(tables, placements, strict=True)):
+            wanted = next((shard(table[f, 0]) for f in row.ring if (f, 0) in table), REPLICATE)
+            if p is not None and p != wanted:
+                return f"around a ring, term {k} should be {wanted} and is {p}"
+        return ""
     if len(cut) > 1 or None in cut:
         return "its shards don't belong to one factor"
     factor, part = next(key for key in cut if key is not None)

@@ -16,6 +16,7 @@ from autopar.passes.contiguous import make_contiguous
 from autopar.plan.layout import Layout
 from autopar.rules import Local, Rules
 from autopar.rules.atoms import Atoms
+from autopar.rules.strategies import ring_axis
 
 #: position of (sizes, starts, strides) among the arguments of ops that draw random numbers.
 RANDOM_PLACE = {"autopar.keep": 4, "autopar.uniform": 3, "autopar.normal": 3, "autopar.randint": 5, "autopar.bernoulli": 3}
@@ -56,7 +57,8 @@ class _Inserter:
                     self.define(out, sharding)
             local = Local(self.mesh, operands, tuple(s if o else None for o, s in zip(node.outs, outputs, strict=True)))
             node = self.by_atoms(node.reading(names))
-            self.nodes.append(self.rules[node.op].localize(node, local))
+            rings = ring_axis(self.atoms.rows[n], (*operands, *local.outputs)) is not None  # becomes turns (passes/ring.py)
+            self.nodes.append(node if rings else self.rules[node.op].localize(node, local))
         outputs_ = tuple(self.output(o) for o in self.program.outputs)
         return LocalProgram(
             self.program.inputs, tuple(self.nodes), outputs_, self.types, self.program.consts, self.program.unreached,

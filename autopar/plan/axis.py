@@ -21,7 +21,7 @@ from autopar.layout.sharding import REPLICATE, Placement, Sharding
 from autopar.plan.solver import Model
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
-from autopar.rules.strategies import Strategy, strategies
+from autopar.rules.strategies import Strategy, rings, strategies
 
 #: a filter over the strategies of a node on an axis: (node number, node, its strategies) to those that the axis' role allows.
 Allowed = Callable[[int, Node, list[Strategy]], list[Strategy]]
@@ -99,8 +99,9 @@ def options(problem: Problem, n: int) -> list[Strategy]:
     """The strategies of a node that the role of the axis allows."""
     shardings = [s for side in problem.layout[n] for s in side]
     dims, left = [s.dims for s in shardings], [s.local_dims(problem.mesh) for s in shardings]
-    ways = problem.mesh[problem.axis] if problem.even else None
-    return problem.allowed(n, problem.program.nodes[n], strategies(problem.atoms.rows[n], dims, ways, left))
+    ways, row = problem.mesh[problem.axis] if problem.even else None, problem.atoms.rows[n]
+    around = rings(row, dims, ways, left) if problem.axis == "cp" else []
+    return problem.allowed(n, problem.program.nodes[n], [*strategies(row, dims, ways, left), *around])
 
 
 def solve(problem: Problem) -> Choice:
@@ -335,5 +336,22 @@ def _work(problem: Problem, n: int, option: Strategy, ways: int) -> float:
         if name
     )
     flops = products(problem, n)
+    if problem.axis == "cp" and flops and (option.travels or row.kind(option.factor).startswith("offset")):
+        # a mask by position leaves about half of the work in all, but the last piece of the queries sees all keys
+        flops *= 1 + (ways - 1) / (2 * ways) if any(k.startswith("offset") for k in row.kinds.values()) else 1
     waiting = _UNREDUCED * nbytes if any(p.kind == "partial" for p in option.inputs) else 0.0
-    return problem.device.seconds(flops / share, nbytes / share) + problem.device.seconds(0.0, waiting)
+    seconds = problem.device.seconds(flops / share, nbytes / share) + problem.device.seconds(0.0, waiting)
+    return max(seconds, _around(problem, n, option, ways)) if option.travels else seconds
+
+
+def _around(problem: Problem, n: int, option: Strategy, ways: int) -> float:
+    """Seconds in which what a node reads goes around a ring, and what it adds to on the way comes home; it computes meanwhile."""
+    node, row = problem.program.nodes[n], problem.atoms.rows[n]
+    sent = 0
+    for k, (name, term) in enumerate(zip((*node.refs(), *node.outs), (*row.inputs, *row.outputs), strict=True)):
+        if name and any(option.travels in dim for dim in term):
+            side, at = (0, k) if k < len(row.inputs) else (1, k - len(row.inputs))
+            sharding = problem.layout[n][side][at]
+            nbytes = math.prod(sharding.local_shape(problem.mesh)) // ways * problem.program.types[name].dtype.itemsize
+            sent += nbytes * (ways - 1 if side == 0 else ways)
+    return (ways - 1) * problem.device.latency + sent / problem.device.link_bandwidth

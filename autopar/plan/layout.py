@@ -99,6 +99,7 @@ class _Roles:
     kinds: Mapping[str, str]
     gradients: set[str]
     even: bool = True
+    context: str | None = None
 
     def may_shard(self, value: str, atom: int) -> bool:
         """Whether this axis may shard an atom of a value.
@@ -136,7 +137,8 @@ class _Roles:
             kinds = self.atoms.rows[n].kinds.values()
             must = self.rules[node.op].contraction or node.op == "autopar.embedding_backward" or any(k == "offset-sum" for k in kinds)
             must = (must or relates(self.program, self.atoms, n, self.params)) and any(x in self.batch for x in names)
-            return [s for s in kept if s.factor] or kept if must else kept
+            kept = [s for s in kept if s.factor] or kept if must else kept
+            return self.pinned_context(n, node, kept) if self.context is not None and self.atoms.rows[n].ring is not None else kept
         if self.axis != "tp":
             return kept
         row = self.atoms.rows[n]
@@ -148,6 +150,22 @@ class _Roles:
         elif weights and any(kind == "offset-sum" for kind in row.kinds.values()) and any(r in self.batch for r in node.refs()):
             split = [s for s in kept if row.kind(s.factor) == "offset-sum"]
         return split or kept
+
+    def pinned_context(self, n: int, node: Node, kept: list[Strategy]) -> list[Strategy]:
+        """The strategies of an attention in the form that the user asked for. Raises PlanError where it has none."""
+        ring = self.atoms.rows[n].ring
+        assert ring is not None
+        forms = {
+            "ring": [s for s in kept if s.travels], "gather": [s for s in kept if s.factor == ring[0] and not s.travels],
+            "heads": [s for s in kept if s.factor and s.factor not in ring],
+        }  # fmt: skip
+        found = forms[self.context or ""]
+        if not found:
+            raise PlanError(
+                f"Plan(context={self.context!r}): {node.op} can't be split so over cp={self.mesh['cp']}", where=str(node.where),
+                why=f"its row is {self.atoms.rows[n]}", hint="another form, or leave context out",
+            )  # fmt: skip
+        return found
 
     def input_choices(self, name: str) -> list[Placement]:
         kind = self.kinds[name]
@@ -201,6 +219,7 @@ def choose(
     held: Mapping[str, str] | None = None,
     device: Device = GENERIC,
     at: Callable[[str], None] = lambda stage: None,
+    context: str | None = None,
 ) -> Layout:
     """Chooses the layout for the axes of a mesh.
 
@@ -209,10 +228,11 @@ def choose(
         pins: parameter path globs to placements such as ``dim0@tp``; of two that match the later wins.
         held: shardings of parameters by path, as text, that are to be kept exactly (a saved plan).
         at: is told before each axis.
+        context: the form of attention over ``cp``: ``ring``, ``heads`` or ``gather``; None: whichever is cheapest.
     """
     layout = replicated(program, atoms)
     pin_placements(program, atoms, pins or {}, "tp", 1)  # pins are checked on every mesh
-    make = problems(program, atoms, rules, mesh, sequence, device)
+    make = problems(program, atoms, rules, mesh, sequence, device, context)
     seconds = {}
     notes: tuple[str, ...] = ()
     for axis in search_order(mesh):
@@ -238,7 +258,9 @@ def search_order(mesh: Mesh) -> tuple[str, ...]:
     return tuple(sorted(mesh.names, key=lambda axis: axis == "cp"))
 
 
-def problems(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, sequence: bool, device: Device) -> Callable[..., Problem]:
+def problems(
+    program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, sequence: bool, device: Device, context: str | None = None
+) -> Callable[..., Problem]:
     """What an axis is asked, given the layout that earlier axes left and the placements pinned on it: ``make(axis, layout, pinned)``.
 
     With ``even=False``: as if the axis divided every size.
@@ -247,7 +269,7 @@ def problems(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, sequence:
     grads = gradients(program, atoms)
 
     def make(axis: str, layout: Layout, pinned: Mapping[str, Placement], even: bool = True) -> Problem:
-        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds, grads, even)
+        roles = _Roles(program, atoms, rules, mesh, axis, layout, sequence, pinned, device, params, batch, kinds, grads, even, context)
         return Problem(
             program, atoms, rules, mesh, axis, device, layout.nodes, layout.inputs, roles.allowed, roles.input_choices, True,
             roles.surcharge, frozenset(n for n, p in pinned.items() if p.kind == "shard"), even,

@@ -50,6 +50,8 @@ class Plan:
         zero: what each rank of ``dp`` (and of other axes that share a parameter) holds only its part of: 0, nothing; 1 (the default),
             optimizer state; 2, gradients too; 3, parameters too.
         sequence: ``tp`` also shards the sequence of activations between the matrices.
+        context: how ``cp`` splits fused attention: ``heads`` (the split moves from sequence to heads: all-to-all), ``gather`` (queries
+            stay cut, keys and values are gathered) or ``ring`` (these go from rank to rank); by default what is predicted to be fastest.
         microbatches: parts of the batch whose gradients are summed (gradient accumulation).
         interleave: how many microbatches run side by side, so that one's collectives hide behind another's compute; 1 (the default): none.
         schedule: of the stages of ``pp``: a name (``1f1b``, the default, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-v``,
@@ -69,6 +71,7 @@ class Plan:
 
     zero: int | None = None
     sequence: bool | None = None
+    context: str | None = None
     microbatches: int | None = None
     interleave: int | None = None
     per_microbatch: Any = None
@@ -88,6 +91,8 @@ class Plan:
                 raise UnsupportedError(f"Plan({name}=...): {words} are not supported yet", hint=f"leave {name} out")
         if self.sequence is not None and not isinstance(self.sequence, bool):
             raise PlanError(f"Plan(sequence={self.sequence!r}) is neither True nor False")
+        if self.context not in (None, "heads", "gather", "ring"):
+            raise PlanError(f"Plan(context={self.context!r}) is no way to split attention", hint="heads, gather or ring")
         if self.shard is not None and not (isinstance(self.shard, Mapping) and all(isinstance(v, str) for v in self.shard.values())):
             raise PlanError(f"Plan(shard={self.shard!r}) is not a table of pins", hint='{"*.up.weight": "dim0@tp"}')
         if self.cuts is not None:

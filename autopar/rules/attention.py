@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.ir.program import Node, Ref
-from autopar.rules.rule import Local, Rule, Types
+import torch
+
+from autopar.ir.program import Node, Offset, Ref, TensorType
+from autopar.rules.rule import Local, Ring, Rule, Types
 
 
 def _mask_term(shape: Sequence[int], full: Sequence[tuple[str, int]]) -> str:
@@ -77,8 +79,58 @@ def _scale(node: Node) -> tuple[tuple[str, float], ...]:
     return () if scale is None else (("scale", scale),)
 
 
+def _ring(q: int, causal: int) -> Callable[[Node, Types], tuple[str, str] | None]:
+    """Keys may go around where no mask does; with the op's own mask if all ranks have as many queries as keys. Positions of q, and of
+    the flag, among the arguments."""
+
+    def ring(node: Node, types: Types) -> tuple[str, str] | None:
+        lengths = {types[node.args[q + i].name].shape[2] for i in (0, 1)}
+        masked = isinstance(dict(node.kwargs).get("attn_mask"), Ref) or bool(node.arg(causal - 1, "dropout_p", 0.0))
+        return None if masked or (node.arg(causal, "is_causal", False) and len(lengths) > 1) else ("q", "k")
+
+    return ring
+
+
+def _turns(node: Node, ring: Ring) -> tuple[str, ...]:
+    """A turn for the keys of every rank; the next ones are sent for before a turn's are used."""
+    q, k, v = (r.name for r in node.args[:3])
+    kinds, causal = [ring.types[name] for name in (q, k, v)], bool(node.arg(4, "is_causal", False))
+    shape, dtype = kinds[0].shape[:3], kinds[2].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    so_far: tuple[Ref | None, ...] = (None, None)
+    names: tuple[str, ...] = ()
+    for turn in range(ring.ranks):
+        held, last = (k, v), turn == ring.ranks - 1
+        if not last:
+            k, v = (ring.shift(name, kind) for name, kind in zip(held, kinds[1:]))
+        args = (Ref(q), *map(Ref, held), *so_far, Offset(((ring.axis, 1),)), turn, ring.ranks, causal)
+        out = TensorType(dtype if last else wide, (*shape, kinds[2].shape[3]))
+        names = ring.add("autopar.ring_attention", args, (("out", out), ("lse", TensorType(wide, shape))), _scale(node))
+        so_far = tuple(map(Ref, names))
+    return names
+
+
+def _turns_backward(node: Node, ring: Ring) -> tuple[str, ...]:
+    """The gradients of keys and values go around with them, and one turn more, home."""
+    grad, q, k, v, out, lse = node.args[:6]
+    kinds = [ring.types[x.name] for x in (q, k, v)]
+    near, far = k.name, v.name
+    so_far: list[Ref | None] = [None, None, None]
+    names: list[str] = []
+    for turn in range(ring.ranks):
+        held = (near, far)
+        if turn < ring.ranks - 1:
+            near, far = (ring.shift(name, kind) for name, kind in zip(held, kinds[1:]))
+        args = (grad, q, *map(Ref, held), out, lse, *so_far, Offset(((ring.axis, 1),)), turn, ring.ranks, bool(node.args[7]))
+        names = list(ring.add("autopar.ring_attention_backward", args, tuple(zip(("dq", "dk", "dv"), kinds)), _scale(node)))
+        names[1:] = [ring.shift(name, kind) for name, kind in zip(names[1:], kinds[1:])]
+        so_far = [Ref(name) for name in names]
+    return tuple(names)
+
+
 RULES = (
     Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, local=_cpu_flash_local, contraction=True,
+         ring=_ring(0, 4), turns=_turns,
          dense_last=(0, 1, 2), samples=(
         "f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2]",
         "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], 0.0, True",
@@ -87,7 +139,7 @@ RULES = (
         "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 6], scale=0.5",
     )),
     Rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", _cpu_flash_backward, "0",
-         local=_cpu_flash_backward_local, contraction=True, dense_last=(1, 2, 3, 4), samples=(
+         local=_cpu_flash_backward_local, contraction=True, ring=_ring(1, 7), turns=_turns_backward, dense_last=(1, 2, 3, 4), samples=(
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, False",
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, True",
              "f[4, 2, 4, 2], f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], f[4, 2, 4, 2], f[4, 2, 4], 0.0, False, attn_mask=f[4, 1, 4, 6]",

@@ -37,7 +37,8 @@ class Row:
 
     ``linear`` holds sets of operands: those of one set may be partial (sum) together while the others are replicated, and the outputs
     are then partial. ``moves``: the op only moves elements, so any combine passes. ``soft``: bracketed dims are a wish, dropped
-    (made ``whole``) where the dim isn't a root dim of a parameter.
+    (made ``whole``) where the dim isn't a root dim of a parameter. ``ring``: two factors that may be cut together, the second of which
+    then goes from rank to rank.
     """
 
     inputs: tuple[Dims, ...]
@@ -49,6 +50,7 @@ class Row:
     moves: bool = False
     soft: bool = False
     text: str = field(default="", compare=False)
+    ring: tuple[str, str] | None = None
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, "plain")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from autopar.layout.sharding import Sharding
 from autopar.rules.row import Row, bind, parse
 
 Types = Mapping[str, TensorType]
+#: stems of names and types of a node's results.
+Results = Sequence[tuple[str, TensorType]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,26 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """What a rule may ask when its node becomes turns around a ring.
+
+    Attributes:
+        axis, ranks: of the ring.
+        types: local types of its operands.
+        add: makes a node, from op, arguments, stems of its results' names with the types that they have, and keywords; gives those names.
+    """
+
+    axis: str
+    ranks: int
+    types: Types
+    add: Callable[[str, tuple[Any, ...], Results, tuple[tuple[str, Any], ...]], tuple[str, ...]]
+
+    def shift(self, name: str, kind: TensorType) -> str:
+        """The value that the rank before this one has under a name."""
+        return self.add("comm.shift", (Ref(name), (self.axis,)), ((name, kind),), ())[0]
+
+
+@dataclass(frozen=True)
 class Rule:
     """One op: its row, and how its arguments change when it runs on pieces.
 
@@ -80,6 +102,8 @@ class Rule:
         timid_ok: why operands aren't said to be linear though the samples look so.
         contiguous: operands whose kernel reads raw memory: a view in another order gives wrong numbers (tried on CPU).
         dense_last: operands of which it asks only that the last dim has stride 1.
+        ring, turns: two factors that may be cut together over an axis, if the node is run in turns between which pieces move on; and
+            the nodes of those turns.
     """
 
     op: str
@@ -93,6 +117,8 @@ class Rule:
     timid_ok: str = ""
     contiguous: tuple[int, ...] = ()
     dense_last: tuple[int, ...] = ()
+    ring: Callable[[Node, Types], tuple[str, str] | None] | None = None
+    turns: Callable[[Node, Ring], tuple[str, ...]] | None = None
 
     def bind(self, node: Node, types: Types) -> Row:
         """The row of one node. Raises RuleError where the text doesn't fit the shapes."""
@@ -107,6 +133,8 @@ class Rule:
             raise RuleError(f"the row of {node.op} doesn't fit: {error.what}", where=str(node.where), why=error.why) from None
         # a bool is never partial
         bools = {k for k, name in enumerate(node.refs()) if types[name].dtype == torch.bool}
+        if self.ring is not None:
+            row = replace(row, ring=self.ring(node, types))
         return replace(row, linear=tuple(s for s in row.linear if not s & bools)) if bools else row
 
     def localize(self, node: Node, local: Local) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.layout.sharding import PARTIAL_SUM, REPLICATE, Placement, partial, shard
+from autopar.layout.sharding import PARTIAL_SUM, REPLICATE, Placement, Sharding, partial, shard
 from autopar.rules.atoms import factor_positions
 from autopar.rules.row import Row
 
@@ -14,11 +14,15 @@ COMBINES = {"sum": "sum", "max": "max", "min": "min", "offset-sum": "sum"}
 
 @dataclass(frozen=True)
 class Strategy:
-    """Placements that a node takes and gives on one axis. ``factor`` is what it splits ("" where nothing)."""
+    """Placements that a node takes and gives on one axis. ``factor`` is what it splits ("" where nothing).
+
+    ``travels``: the other factor that it splits, whose pieces go from rank to rank.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str = ""
+    travels: str = ""
 
     def __str__(self) -> str:
         return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(str, self.outputs))}"
@@ -71,6 +75,38 @@ def strategies(
         for combine in ("max", "min"):
             out.append(Strategy((partial(combine),) * n, (partial(combine),) * len(row.outputs)))
     return out
+
+
+def rings(
+    row: Row, dims: Sequence[tuple[tuple[int, ...], ...]], ways: int | None, local: Sequence[tuple[tuple[int, ...], ...]]
+) -> list[Strategy]:
+    """The strategies of a node in which pieces go from rank to rank; arguments as of ``strategies``. Only dims that nothing else cuts."""
+    if row.ring is None or any((k, f) in row.invariant for k in range(len(row.outputs)) for f in row.ring):
+        return []
+    tables, n = factor_positions(row, dims), len(row.inputs)
+    stays, travels = ((f, 0) for f in row.ring)
+    for table, whole, left in zip(tables, dims, local, strict=True):
+        atoms, pieces = [a for d in whole for a in d], [a for d in left for a in d]
+        for key in (stays, travels):
+            if (key[0], 1) in table or (key in table and (pieces[table[key]] != atoms[table[key]] or atoms[table[key]] % (ways or 1))):
+                return []
+    if not all(_is_major(row, k, f) for k in range(len(tables)) for f in row.ring):
+        return []
+    placements = tuple(shard(t[stays]) if stays in t else shard(t[travels]) if travels in t else REPLICATE for t in tables)
+    return [Strategy(placements[:n], placements[n:], *row.ring)]
+
+
+def ring_axis(row: Row, shardings: Sequence[Sharding | None]) -> str | None:
+    """The axis over which a node's pieces go from rank to rank, by the shardings of its operands, then outputs (None: nobody reads it)."""
+    if row.ring is None:
+        return None
+    cut: dict[str, set[str]] = {}
+    tables = factor_positions(row, [s.dims if s is not None else () for s in shardings])
+    for table, sharding in zip(tables, shardings, strict=True):
+        for (factor, _), atom in table.items():
+            for axis in sharding.axes_of(atom) if sharding is not None else ():
+                cut.setdefault(axis, set()).add(factor)
+    return next((axis for axis, factors in cut.items() if set(row.ring) <= factors), None)
 
 
 def _is_major(row: Row, term: int, factor: str) -> bool:

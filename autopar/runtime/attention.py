@@ -1,4 +1,7 @@
-"""Causal attention of a piece of the queries, which torch's fused ops don't have: they take the first query to be at the first key.
+"""Attention of a piece of the queries, which torch's fused ops don't have: they take the first query to be at the first key.
+
+``causal_attention`` sees all keys; ``ring_attention`` sees those of one rank at a time, as they come around (Ring Attention,
+arXiv 2310.01889), and keeps what it has so far normalised by the logsumexp so far.
 
 Scores are made for some queries at a time and of the keys that these see, so what is masked costs nothing and no matrix of all scores
 is ever held. Sums over keys go by the logsumexp of the scores, as in every fused attention.
@@ -21,16 +24,23 @@ def _by_key_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(1, (heads, x.shape[1] // heads))
 
 
-def _rows(q: Tensor, k: Tensor, start: int) -> Iterator[tuple[slice, int, Tensor]]:
-    """Some queries at a time: which, how many of the first keys they see, and the mask [rows, keys] of what each doesn't."""
+def _rows(q: Tensor, k: Tensor, start: int) -> Iterator[tuple[slice, int, Tensor | None]]:
+    """Some queries at a time: which, how many of the first keys they see, and the mask [rows, keys] of what some of them don't."""
     size = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     if torch.compiler.is_compiling() or type(q) is not Tensor:  # only shapes, or code being made: one turn
         size = q.shape[2]
     for first in range(0, q.shape[2], size):
         last = min(first + size, q.shape[2])
         count = min(start + last, k.shape[2])
-        hidden = torch.ones((last - first, count), dtype=torch.bool, device=q.device).triu(start + first + 1)
-        yield slice(first, last), count, hidden
+        if start + first + 1 >= count:
+            yield slice(first, last), count, None
+        else:
+            yield slice(first, last), count, torch.ones((last - first, count), dtype=torch.bool, device=q.device).triu(start + first + 1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
+    scores = _wide(q @ k.mT).mul_(scale)
+    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -41,7 +51,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, *, scale: floa
     scale, heads = _scale(q, scale), k.shape[1]
     grouped, out, lse = _by_key_heads(q, heads), [], []
     for rows, count, hidden in _rows(q, k, start):
-        scores = _wide(grouped[..., rows, :] @ k[:, :, None, :count].mT).mul_(scale).masked_fill_(hidden, -math.inf)
+        scores = _scores(grouped[..., rows, :], k[:, :, None, :count], scale, hidden)
         lse.append(torch.logsumexp(scores, -1))
         out.append(scores.sub_(lse[-1].unsqueeze(-1)).exp_().to(v.dtype) @ v[:, :, None, :count])
     return torch.cat(out, -2).flatten(1, 2), torch.cat(lse, -1).flatten(1, 2)
@@ -60,13 +70,56 @@ def causal_attention_backward(
     dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for rows, count, hidden in _rows(q, k, start):
         near, far = k[:, :, None, :count], v[:, :, None, :count]
-        scores = _wide(q_[..., rows, :] @ near.mT).mul_(scale).masked_fill_(hidden, -math.inf)
-        weight = scores.sub_(lse[..., rows].unsqueeze(-1)).exp_()
+        weight = _scores(q_[..., rows, :], near, scale, hidden).sub_(lse[..., rows].unsqueeze(-1)).exp_()
         dv[:, :, :count] += (weight.to(v.dtype).mT @ grad[..., rows, :]).sum(2)
         slope = _wide(grad[..., rows, :] @ far.mT).sub_(mean[..., rows, :]).mul_(weight).mul_(scale).to(k.dtype)
         dq.append(slope @ near)
         dk[:, :, :count] += (slope.mT @ q_[..., rows, :]).sum(2)
     return torch.cat(dq, -2).flatten(1, 2), dk, dv
+
+
+def _seen(index: int, turn: int, ranks: int, causal: bool, keys: int) -> int | None:
+    """Where rank ``index``'s queries begin among the keys that it has after ``turn`` turns; None where they see none of them."""
+    block = (index - turn) % ranks
+    return keys if not causal or block < index else 0 if block == index else None
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, index: int, turn: int, ranks: int, causal: bool, *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One turn of attention around a ring: ``out`` [b, h, q, e] and ``lse`` [b, h, q] of the keys so far, and of one rank's [b, g, k, d].
+
+    Rank ``index`` of ``ranks`` holds the keys of rank ``index - turn``. The first turn's are its own, and ``out`` is None; after the
+    last ``out`` has the type of ``v``, until then that in which scores are summed.
+    """
+    start = _seen(index, turn, ranks, causal, k.shape[2])
+    if start is not None:
+        more, by = causal_attention(q, k, v, start, scale=scale)
+        if out is None or lse is None:
+            out, lse = _wide(more), by
+        else:
+            both = torch.logaddexp(lse, by)
+            out = out * (lse - both).exp_().unsqueeze(-1) + more * (by - both).exp_().unsqueeze(-1)
+            lse = both
+    assert out is not None and lse is not None  # the first turn sees its own keys
+    return out.to(v.dtype) if turn == ranks - 1 else out, lse
+
+
+def ring_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    index: int, turn: int, ranks: int, causal: bool, *, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One turn of its backward: the gradient of the queries so far, and those of the keys and values that this rank has in this turn."""
+    start = _seen(index, turn, ranks, causal, k.shape[2])
+    if start is not None:
+        more = causal_attention_backward(grad, q, k, v, out, lse, start, scale=scale)
+        if dq is None or dk is None or dv is None:
+            dq, dk, dv = more
+        else:
+            dq, dk, dv = dq + more[0], dk + more[1], dv + more[2]
+    assert dq is not None and dk is not None and dv is not None
+    return dq, dk, dv
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Record:
 
     Attributes:
         site: the caller's name for the place in the program.
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``send`` or ``receive``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``shift``, ``send`` or ``receive``.
         axes: the mesh axes, first axis major.
         bytes: bytes handed to the transport by this rank (backends with their own collectives: by the formula of ``layout.traffic``).
         seconds_start: host time spent in the starting call.
@@ -304,6 +304,10 @@ class Comm(ABC):
         """Piece ``i`` of ``x`` along ``split_dim`` goes to the group's rank ``i``; what arrives is joined along ``concat_dim``."""
         return self._run("all_to_all", x, axes, site, dim=split_dim, concat_dim=concat_dim)
 
+    def shift(self, x: Tensor, axes: Sequence[str], *, site: str = "") -> Handle:
+        """The tensor of the rank before this one in the group, the last before the first: all tensors one place on, around a ring."""
+        return self._run("shift", x, axes, site)
+
     def barrier(self, *, site: str = "") -> None:
         """Returns when every rank of the mesh has called it."""
         self.exchange(None, site=site or "barrier")
@@ -354,7 +358,7 @@ class Comm(ABC):
         begun = time.perf_counter()
         group = self.group(axes)
         shape = list(x.shape)
-        if kind != "all_reduce":
+        if kind not in ("all_reduce", "shift"):
             dim = self._dim(x, dim, kind, site)
             concat_dim = self._dim(x, concat_dim, kind, site)
             if kind in ("reduce_scatter", "all_to_all"):
@@ -863,6 +867,19 @@ class DistComm(Comm):
 
         return finish
 
+    def _direct_shift(self, call: Call) -> Callable[[], Tensor]:
+        n, index, out = call.group.size, call.group.index, call.result()
+        sends, places = ([call.x.new_empty(0)] * n for _ in range(2))
+        sends[(index + 1) % n], places[(index - 1) % n] = call.x, out
+        works = self._exchange_round(call, self._tag(self._number(call.group)), sends, places)
+
+        def finish() -> Tensor:
+            self._finish_round(call, works)
+            sends.clear()
+            return out
+
+        return finish
+
     def _direct_all_reduce(self, call: Call) -> Callable[[], Tensor]:
         x, n, index, out = call.x.reshape(-1), call.group.size, call.group.index, call.result()
         flat, tag = out.view(-1), self._tag(self._number(call.group))
@@ -1002,6 +1019,20 @@ class DistComm(Comm):
             wait()
             rows = landing.view(n, *shape)
             return self._gather([rows[seat] for seat in seats], call.concat_dim, out)
+
+        return finish
+
+    def _native_shift(self, call: Call) -> Callable[[], Tensor]:
+        n, index, out, seats = call.group.size, call.group.index, call.result(), self._seats(call.group)
+        if not call.x.numel():
+            return lambda: out
+        from_, to = ([0] * n for _ in range(2))
+        from_[seats[(index - 1) % n]] = to[seats[(index + 1) % n]] = call.x.numel()
+        wait = self._launch(call, dist.all_to_all_single, out.view(-1), call.x.view(-1), from_, to)
+
+        def finish() -> Tensor:
+            wait()
+            return out
 
         return finish
 

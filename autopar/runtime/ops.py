@@ -13,13 +13,13 @@ from torch import Tensor
 
 from autopar.errors import InputError
 from autopar.runtime import random
-from autopar.runtime.attention import causal_attention, causal_attention_backward
+from autopar.runtime.attention import causal_attention, causal_attention_backward, ring_attention, ring_attention_backward
 from autopar.runtime.comm import Comm
 
 __all__ = [
     "arange", "bernoulli", "causal_attention", "causal_attention_backward", "checked", "cross_entropy_backward", "dropout", "embedding",
     "embedding_backward", "exp_sum", "expert_mm", "expert_mm_backward", "expert_outer", "grouped_mm", "keep", "log_softmax", "normal",
-    "pick", "randint", "tril", "triu", "uniform", "unpick",
+    "pick", "randint", "ring_attention", "ring_attention_backward", "tril", "triu", "uniform", "unpick",
 ]  # fmt: skip
 
 #: bytes of the rows that are computed at a time where the result of all isn't kept: no temporary of their size, and it stays in the cache.

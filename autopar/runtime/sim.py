@@ -252,6 +252,8 @@ class SimComm(Comm):
             return self._reduce(parts, call.op, out)
         if call.kind == "all_gather":
             return self._gather(parts, call.dim, out)
+        if call.kind == "shift":
+            return out.copy_(parts[index - 1])
         pieces = [self._cut(part, n, call.dim)[index] for part in parts]
         if not all(piece.is_contiguous() for piece in pieces):
             raise CommError(f"{call.position()}: a piece isn't contiguous, and a transport sends memory as it lies", where=call.site)
