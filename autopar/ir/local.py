@@ -16,7 +16,8 @@ class LocalProgram(Program):
     """A program for every rank of a mesh; ranks differ in coordinates only, which appear as ``Offset`` arguments.
 
     Ops beside those of a Program: ``comm.all_reduce(x, axes, combine)``, ``comm.all_gather(x, axes, dim)``,
-    ``comm.reduce_scatter(x, axes, dim)``, ``comm.all_to_all(x, axes, split dim, concat dim)``, ``comm.shift(x, axes)``.
+    ``comm.reduce_scatter(x, axes, dim)``, ``comm.all_to_all(x, axes, split dim, concat dim)``, ``comm.shift(x, axes)``,
+    ``comm.mirror(x, axes, dim)``.
 
     ``zero`` is the level of ZeRO by which its buckets are sharded: from 2 on gradients too, at 3 parameters.
 

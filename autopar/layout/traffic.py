@@ -17,7 +17,7 @@ def bytes_sent(kind: str, numel: int, itemsize: int, ranks: int, index: int = 0)
     """Bytes that the rank at ``index`` of a group of ``ranks`` sends.
 
     Args:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``shift``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``shift`` or ``mirror``.
         numel: elements of this rank's **input** tensor.
         itemsize: bytes of one element.
 
@@ -27,6 +27,8 @@ def bytes_sent(kind: str, numel: int, itemsize: int, ranks: int, index: int = 0)
         return 0
     if kind == "shift":
         return numel * itemsize
+    if kind == "mirror":
+        return numel // 2 * itemsize if 2 * index != ranks - 1 else 0
     if kind == "all_gather":
         return (ranks - 1) * numel * itemsize
     if kind == "all_reduce":

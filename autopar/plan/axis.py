@@ -314,7 +314,9 @@ def products(problem: Problem, n: int) -> float:
         return 0.0
     inputs, outputs = problem.layout[n]
     cut = max((math.prod(s.shape) / max(math.prod(s.local_shape(problem.mesh)), 1) for s in (*inputs, *outputs)), default=1.0)
-    return 2.0 * math.prod(row.sizes.values()) / cut
+    apart = problem.rules[node.op].apart
+    common = math.prod(size for factor, size in row.sizes.items() if factor not in apart)
+    return 2.0 * common * (sum(row.sizes.get(f, 1) for f in apart) or 1) / cut
 
 
 def runs_of(program: Program, node: Node) -> int:
@@ -336,22 +338,29 @@ def _work(problem: Problem, n: int, option: Strategy, ways: int) -> float:
         if name
     )
     flops = products(problem, n)
-    if problem.axis == "cp" and flops and (option.travels or row.kind(option.factor).startswith("offset")):
-        # a mask by position leaves about half of the work in all, but the last piece of the queries sees all keys
-        flops *= 1 + (ways - 1) / (2 * ways) if any(k.startswith("offset") for k in row.kinds.values()) else 1
+    causal = flops and any(k.startswith("offset") for k in row.kinds.values())
+    if causal:  # a mask by position leaves half of the work, but the last piece of the queries sees all keys
+        flops *= 0.5 if option.travels or not row.kind(option.factor).startswith("offset") else 1 - 1 / (2 * ways)
     waiting = _UNREDUCED * nbytes if any(p.kind == "partial" for p in option.inputs) else 0.0
     seconds = problem.device.seconds(flops / share, nbytes / share) + problem.device.seconds(0.0, waiting)
-    return max(seconds, _around(problem, n, option, ways)) if option.travels else seconds
+    if not option.travels:
+        return seconds
+    around, aside = _around(problem, n, option, ways)
+    return max(seconds, around) + (aside if causal else 0.0)
 
 
-def _around(problem: Problem, n: int, option: Strategy, ways: int) -> float:
-    """Seconds in which what a node reads goes around a ring, and what it adds to on the way comes home; it computes meanwhile."""
-    node, row = problem.program.nodes[n], problem.atoms.rows[n]
-    sent = 0
+def _around(problem: Problem, n: int, option: Strategy, ways: int) -> tuple[float, float]:
+    """Seconds in which what a node reads goes around a ring, and what it adds to on the way comes home: it computes meanwhile; and those
+    in which halves of the rest change places before and after, so that a mask leaves every rank the same work."""
+    node, row, device = problem.program.nodes[n], problem.atoms.rows[n], problem.device
+    around, aside = (ways - 1) * device.latency, 0.0
     for k, (name, term) in enumerate(zip((*node.refs(), *node.outs), (*row.inputs, *row.outputs), strict=True)):
-        if name and any(option.travels in dim for dim in term):
-            side, at = (0, k) if k < len(row.inputs) else (1, k - len(row.inputs))
-            sharding = problem.layout[n][side][at]
-            nbytes = math.prod(sharding.local_shape(problem.mesh)) // ways * problem.program.types[name].dtype.itemsize
-            sent += nbytes * (ways - 1 if side == 0 else ways)
-    return (ways - 1) * problem.device.latency + sent / problem.device.link_bandwidth
+        if name:
+            operand = k < len(row.inputs)
+            sharding = problem.layout[n][0][k] if operand else problem.layout[n][1][k - len(row.inputs)]
+            nbytes = math.prod(sharding.local_shape(problem.mesh)) / ways * problem.program.types[name].dtype.itemsize
+            if any(option.travels in dim for dim in term):
+                around += nbytes * (ways - 1 if operand else ways) / device.link_bandwidth
+            elif any(option.factor in dim for dim in term):
+                aside += device.comm_seconds(nbytes / 2)
+    return around, aside

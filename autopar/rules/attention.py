@@ -91,46 +91,56 @@ def _ring(q: int, causal: int) -> Callable[[Node, Types], tuple[str, str] | None
     return ring
 
 
+def _zigzag(q: TensorType, causal: bool) -> bool:
+    """Whether halves of the queries change places, so that every rank's see as many keys."""
+    return causal and q.shape[2] % 2 == 0
+
+
 def _turns(node: Node, ring: Ring) -> tuple[str, ...]:
     """A turn for the keys of every rank; the next ones are sent for before a turn's are used."""
     q, k, v = (r.name for r in node.args[:3])
     kinds, causal = [ring.types[name] for name in (q, k, v)], bool(node.arg(4, "is_causal", False))
-    shape, dtype = kinds[0].shape[:3], kinds[2].dtype
+    shape, dtype, zigzag = kinds[0].shape[:3], kinds[2].dtype, _zigzag(kinds[0], causal)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    out, lse = TensorType(dtype, (*shape, kinds[2].shape[3])), TensorType(wide, shape)
+    q = ring.mirror(q, kinds[0]) if zigzag else q
     so_far: tuple[Ref | None, ...] = (None, None)
     names: tuple[str, ...] = ()
     for turn in range(ring.ranks):
         held, last = (k, v), turn == ring.ranks - 1
         if not last:
             k, v = (ring.shift(name, kind) for name, kind in zip(held, kinds[1:]))
-        args = (Ref(q), *map(Ref, held), *so_far, Offset(((ring.axis, 1),)), turn, ring.ranks, causal)
-        out = TensorType(dtype if last else wide, (*shape, kinds[2].shape[3]))
-        names = ring.add("autopar.ring_attention", args, (("out", out), ("lse", TensorType(wide, shape))), _scale(node))
+        args = (Ref(q), *map(Ref, held), *so_far, Offset(((ring.axis, 1),)), turn, ring.ranks, causal, zigzag)
+        results = (("out", out if last else replace(out, dtype=wide)), ("lse", lse))
+        names = ring.add("autopar.ring_attention", args, results, _scale(node))
         so_far = tuple(map(Ref, names))
-    return names
+    return tuple(ring.mirror(name, kind) for name, kind in zip(names, (out, lse))) if zigzag else names
 
 
 def _turns_backward(node: Node, ring: Ring) -> tuple[str, ...]:
     """The gradients of keys and values go around with them, and one turn more, home."""
-    grad, q, k, v, out, lse = node.args[:6]
-    kinds = [ring.types[x.name] for x in (q, k, v)]
-    near, far = k.name, v.name
+    grad, q, k, v, out, lse = (r.name for r in node.args[:6])
+    kinds, causal = [ring.types[name] for name in (q, k, v)], bool(node.args[7])
+    zigzag = _zigzag(kinds[0], causal)
+    if zigzag:
+        grad, q, out, lse = (ring.mirror(name, ring.types[name]) for name in (grad, q, out, lse))
     so_far: list[Ref | None] = [None, None, None]
     names: list[str] = []
     for turn in range(ring.ranks):
-        held = (near, far)
+        held = (k, v)
         if turn < ring.ranks - 1:
-            near, far = (ring.shift(name, kind) for name, kind in zip(held, kinds[1:]))
-        args = (grad, q, *map(Ref, held), out, lse, *so_far, Offset(((ring.axis, 1),)), turn, ring.ranks, bool(node.args[7]))
-        names = list(ring.add("autopar.ring_attention_backward", args, tuple(zip(("dq", "dk", "dv"), kinds)), _scale(node)))
+            k, v = (ring.shift(name, kind) for name, kind in zip(held, kinds[1:]))
+        args = (*map(Ref, (grad, q, *held, out, lse)), *so_far, Offset(((ring.axis, 1),)), turn, ring.ranks, causal, zigzag)
+        results = tuple(zip(("dq", "dk", "dv"), kinds))
+        names = list(ring.add("autopar.ring_attention_backward", args, results, _scale(node)))
         names[1:] = [ring.shift(name, kind) for name, kind in zip(names[1:], kinds[1:])]
         so_far = [Ref(name) for name in names]
-    return tuple(names)
+    return (ring.mirror(names[0], kinds[0]) if zigzag else names[0], *names[1:])
 
 
 RULES = (
     Rule("aten._scaled_dot_product_flash_attention_for_cpu.default", _cpu_flash, local=_cpu_flash_local, contraction=True,
-         ring=_ring(0, 4), turns=_turns,
+         apart=("d", "e"), ring=_ring(0, 4), turns=_turns,
          dense_last=(0, 1, 2), samples=(
         "f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2]",
         "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], 0.0, True",
@@ -139,7 +149,8 @@ RULES = (
         "f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], attn_mask=f[4, 6], scale=0.5",
     )),
     Rule("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", _cpu_flash_backward, "0",
-         local=_cpu_flash_backward_local, contraction=True, ring=_ring(1, 7), turns=_turns_backward, dense_last=(1, 2, 3, 4), samples=(
+         local=_cpu_flash_backward_local, contraction=True,
+         apart=("d", "d", "d", "e", "e"), ring=_ring(1, 7), turns=_turns_backward, dense_last=(1, 2, 3, 4), samples=(
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 6, 2], f[4, 6, 6, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, False",
              "f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4, 2], f[4, 6, 4], 0.0, True",
              "f[4, 2, 4, 2], f[4, 2, 4, 2], f[4, 2, 6, 2], f[4, 2, 6, 2], f[4, 2, 4, 2], f[4, 2, 4], 0.0, False, attn_mask=f[4, 1, 4, 6]",

@@ -85,6 +85,10 @@ class Ring:
         """The value that the rank before this one has under a name."""
         return self.add("comm.shift", (Ref(name), (self.axis,)), ((name, kind),), ())[0]
 
+    def mirror(self, name: str, kind: TensorType) -> str:
+        """A value [b, h, q, ...] whose second half along ``q`` is that of the rank as far from the last as this one from the first."""
+        return self.add("comm.mirror", (Ref(name), (self.axis,), 2), ((name, kind),), ())[0]
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -102,6 +106,7 @@ class Rule:
         timid_ok: why operands aren't said to be linear though the samples look so.
         contiguous: operands whose kernel reads raw memory: a view in another order gives wrong numbers (tried on CPU).
         dense_last: operands of which it asks only that the last dim has stride 1.
+        apart: of a contraction that is several products, the factor that each of them has and the others don't.
         ring, turns: two factors that may be cut together over an axis, if the node is run in turns between which pieces move on; and
             the nodes of those turns.
     """
@@ -117,6 +122,7 @@ class Rule:
     timid_ok: str = ""
     contiguous: tuple[int, ...] = ()
     dense_last: tuple[int, ...] = ()
+    apart: tuple[str, ...] = ()
     ring: Callable[[Node, Types], tuple[str, str] | None] | None = None
     turns: Callable[[Node, Ring], tuple[str, ...]] | None = None
 

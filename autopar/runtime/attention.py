@@ -78,47 +78,57 @@ def causal_attention_backward(
     return torch.cat(dq, -2).flatten(1, 2), dk, dv
 
 
-def _seen(index: int, turn: int, ranks: int, causal: bool, keys: int) -> int | None:
-    """Where rank ``index``'s queries begin among the keys that it has after ``turn`` turns; None where they see none of them."""
-    block = (index - turn) % ranks
-    return keys if not causal or block < index else 0 if block == index else None
+def _parts(queries: int, keys: int, index: int, turn: int, ranks: int, causal: bool, zigzag: bool) -> list[tuple[slice, int]]:
+    """The queries of rank ``index`` that see what it holds after ``turn`` turns, and where each part of them begins among those keys."""
+    if not causal:
+        return [(slice(0, queries), keys)]
+    block, half = (index - turn) % ranks, queries // 2
+    if zigzag:  # the second half is of the rank as far from the last as this one is from the first
+        found = [(slice(0, half), (index - block) * keys), (slice(half, queries), (ranks - 1 - index - block) * keys + half)]
+    else:
+        found = [(slice(0, queries), (index - block) * keys)]
+    return [(rows, start) for rows, start in found if start >= 0]
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, index: int, turn: int, ranks: int, causal: bool, *,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, index: int, turn: int, ranks: int, causal: bool,
+    zigzag: bool, *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One turn of attention around a ring: ``out`` [b, h, q, e] and ``lse`` [b, h, q] of the keys so far, and of one rank's [b, g, k, d].
 
-    Rank ``index`` of ``ranks`` holds the keys of rank ``index - turn``. The first turn's are its own, and ``out`` is None; after the
-    last ``out`` has the type of ``v``, until then that in which scores are summed.
+    Rank ``index`` of ``ranks`` holds the keys of rank ``index - turn``; where ``causal``, there are as many queries as keys. With
+    ``zigzag`` its queries are a first and a second half of two ranks' (``comm.mirror``), so that all see as many keys (Striped Attention,
+    arXiv 2311.09431, has the same aim). In the first turn ``out`` is None; after the last it has the type of ``v``, until then that in
+    which scores are summed.
     """
-    start = _seen(index, turn, ranks, causal, k.shape[2])
-    if start is not None:
-        more, by = causal_attention(q, k, v, start, scale=scale)
-        if out is None or lse is None:
-            out, lse = _wide(more), by
-        else:
-            both = torch.logaddexp(lse, by)
-            out = out * (lse - both).exp_().unsqueeze(-1) + more * (by - both).exp_().unsqueeze(-1)
-            lse = both
-    assert out is not None and lse is not None  # the first turn sees its own keys
+    if out is None or lse is None:
+        kind = _wide(v[:0]).dtype
+        out, lse = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=kind), q.new_full(q.shape[:3], -math.inf, dtype=kind)
+    outs, sums, at = [], [], 0
+    for rows, start in _parts(q.shape[2], k.shape[2], index, turn, ranks, causal, zigzag):
+        more, by = causal_attention(q[:, :, rows], k, v, start, scale=scale)
+        both = torch.logaddexp(lse[:, :, rows], by)
+        before, now = (lse[:, :, rows] - both).exp_().unsqueeze(-1), (by - both).exp_().unsqueeze(-1)
+        outs += [out[:, :, at : rows.start], out[:, :, rows] * before + more * now]
+        sums += [lse[:, :, at : rows.start], both]
+        at = rows.stop
+    out, lse = torch.cat([*outs, out[:, :, at:]], 2), torch.cat([*sums, lse[:, :, at:]], 2)
     return out.to(v.dtype) if turn == ranks - 1 else out, lse
 
 
 def ring_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-    index: int, turn: int, ranks: int, causal: bool, *, scale: float | None = None,
+    index: int, turn: int, ranks: int, causal: bool, zigzag: bool, *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One turn of its backward: the gradient of the queries so far, and those of the keys and values that this rank has in this turn."""
-    start = _seen(index, turn, ranks, causal, k.shape[2])
-    if start is not None:
-        more = causal_attention_backward(grad, q, k, v, out, lse, start, scale=scale)
-        if dq is None or dk is None or dv is None:
-            dq, dk, dv = more
-        else:
-            dq, dk, dv = dq + more[0], dk + more[1], dv + more[2]
-    assert dq is not None and dk is not None and dv is not None
+    dq, dk, dv = (torch.zeros_like(x) if so_far is None else so_far.clone() for x, so_far in ((q, dq), (k, dk), (v, dv)))
+    for rows, start in _parts(q.shape[2], k.shape[2], index, turn, ranks, causal, zigzag):
+        own, near, far = causal_attention_backward(
+            grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], start, scale=scale
+        )
+        dq[:, :, rows] += own
+        dk += near
+        dv += far
     return dq, dk, dv
 
 

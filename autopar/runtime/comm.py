@@ -56,7 +56,7 @@ class Record:
 
     Attributes:
         site: the caller's name for the place in the program.
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``shift``, ``send`` or ``receive``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``shift``, ``mirror``, ``send`` or ``receive``.
         axes: the mesh axes, first axis major.
         bytes: bytes handed to the transport by this rank (backends with their own collectives: by the formula of ``layout.traffic``).
         seconds_start: host time spent in the starting call.
@@ -307,6 +307,15 @@ class Comm(ABC):
     def shift(self, x: Tensor, axes: Sequence[str], *, site: str = "") -> Handle:
         """The tensor of the rank before this one in the group, the last before the first: all tensors one place on, around a ring."""
         return self._run("shift", x, axes, site)
+
+    def mirror(self, x: Tensor, axes: Sequence[str], dim: int, *, site: str = "") -> Handle:
+        """``x`` with the second half along ``dim`` of the rank as far from the end of the group as this one is from its beginning.
+
+        Done twice it gives ``x``.
+        """
+        if x.shape[self._dim(x, dim, "mirror", site)] % 2:
+            raise CommError(f"mirror of {list(x.shape)}: dim {dim} has no halves", where=site)
+        return self._run("mirror", x, axes, site, dim=dim)
 
     def barrier(self, *, site: str = "") -> None:
         """Returns when every rank of the mesh has called it."""
@@ -880,6 +889,20 @@ class DistComm(Comm):
 
         return finish
 
+    def _direct_mirror(self, call: Call) -> Callable[[], Tensor]:
+        n, index, out = call.group.size, call.group.index, call.result()
+        first, second = self._cut(call.x, 2, call.dim)
+        sends, places = ([call.x.new_empty(0)] * n for _ in range(2))
+        sends[n - 1 - index], places[n - 1 - index] = second, torch.empty_like(second)
+        works = self._exchange_round(call, self._tag(self._number(call.group)), sends, places)
+
+        def finish() -> Tensor:
+            self._finish_round(call, works)
+            sends.clear()
+            return self._gather([first, second if 2 * index == n - 1 else places[n - 1 - index]], call.dim, out)
+
+        return finish
+
     def _direct_all_reduce(self, call: Call) -> Callable[[], Tensor]:
         x, n, index, out = call.x.reshape(-1), call.group.size, call.group.index, call.result()
         flat, tag = out.view(-1), self._tag(self._number(call.group))
@@ -1033,6 +1056,21 @@ class DistComm(Comm):
         def finish() -> Tensor:
             wait()
             return out
+
+        return finish
+
+    def _native_mirror(self, call: Call) -> Callable[[], Tensor]:
+        n, index, out, seats = call.group.size, call.group.index, call.result(), self._seats(call.group)
+        if not call.x.numel():
+            return lambda: out
+        first, second = self._cut(call.x, 2, call.dim)
+        landing, sizes = torch.empty_like(second), [0] * n
+        sizes[seats[n - 1 - index]] = second.numel()
+        wait = self._launch(call, dist.all_to_all_single, landing.view(-1), second.view(-1), sizes, sizes)
+
+        def finish() -> Tensor:
+            wait()
+            return self._gather([first, landing], call.dim, out)
 
         return finish
 

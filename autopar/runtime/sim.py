@@ -254,6 +254,8 @@ class SimComm(Comm):
             return self._gather(parts, call.dim, out)
         if call.kind == "shift":
             return out.copy_(parts[index - 1])
+        if call.kind == "mirror":
+            return self._gather([self._cut(parts[index], 2, call.dim)[0], self._cut(parts[n - 1 - index], 2, call.dim)[1]], call.dim, out)
         pieces = [self._cut(part, n, call.dim)[index] for part in parts]
         if not all(piece.is_contiguous() for piece in pieces):
             raise CommError(f"{call.position()}: a piece isn't contiguous, and a transport sends memory as it lies", where=call.site)
