@@ -46,6 +46,37 @@ def exact(build: Callable[[], nn.Module], batch: Any, mesh: str, plan: Plan | st
     assert report.ok, report.table()
 
 
+FORMS = [
+    ("gpt", "dp=2,cp=2", Plan(context="ring", microbatches=2)),
+    ("llama", "cp=4", Plan(context="ring", zero=0)),
+    ("HF Llama sdpa", "tp=2,cp=2", Plan(context="ring", interleave=2)),
+    ("encdec", "cp=2", Plan(context="ring")),
+    ("vit", "cp=4", Plan(context="gather")),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "plan"), FORMS, ids=lambda v: str(v.context) if isinstance(v, Plan) else str(v))
+def test_forms_of_attention(name: str, mesh: str, plan: Plan) -> None:
+    """Causal, over a memory of another length, with key heads that are shared."""
+    test_models(name, mesh, plan, 0.0)
+
+
+@pytest.mark.parametrize("form", ["ring", "gather"])
+def test_odd_pieces(form: str) -> None:
+    """Queries without halves stay where they are; three ranks, of which the one in the middle is its own mirror image."""
+    for mesh, length in (("cp=2", 6), ("cp=3", 12), ("cp=3", 3)):
+        size: dict[str, Any] = dict(sequence=length)
+        exact(lambda: gpt.build(**size), gpt.batch(2, torch.Generator().manual_seed(1), **size), mesh, Plan(context=form))  # noqa: B023
+
+
+def test_a_form_that_cannot_be_had() -> None:
+    size: dict[str, Any] = dict(heads=3, hidden=24)
+    with pytest.raises(PlanError, match=r"Plan\(context='heads'\): .*flash_attention.* can't be split so over cp=2"):
+        verify(gpt.build(**size), Mesh(cp=2), gpt.batch(4, torch.Generator().manual_seed(1), **size), plan=Plan(context="heads"))
+    with pytest.raises(PlanError, match="no way to split attention"):
+        Plan(context="spiral")
+
+
 @pytest.mark.parametrize(("mesh", "dropout"), [("cp=2", 0.3), ("cp=4", 0.0)])
 def test_heads_that_do_not_divide(mesh: str, dropout: float) -> None:
     """Queries are cut, and see the keys of all ranks: fused with a causal mask, and as products and softmax where there is dropout."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -116,3 +117,37 @@ def test_pins_hold() -> None:
     assert shardings["blocks.0.mlp.up.weight"] == "[1024, 256@tp]"
     assert shardings["blocks.1.mlp.up.weight"] == "[1024, 256]"
     assert shardings["blocks.0.attention.qkv.weight"] == "[(3 4@tp 64), 256]"
+
+
+def context(name: str, mesh: str, sequence: int, **sizes: Any) -> tuple[Compiled, Counter[str]]:
+    """A compilation for one row, and how often each kind of collective occurs on ``cp``."""
+    with torch.device("meta"):
+        model = {"gpt": gpt, "llama": llama}[name].build(**SIZES[name] | {"sequence": sequence} | sizes).to(torch.bfloat16)
+        ids = torch.zeros(1, sequence, dtype=torch.long)
+    program = capture(model, (ids, ids) if name == "gpt" else {"ids": ids, "labels": ids})
+    program = dataclasses.replace(program, outputs=tuple(o for o in program.outputs if o.kind != "output"))
+    c = compile_program(program, Mesh.parse(mesh), Plan(), DEFAULT, {i.name: 0 for i in program.inputs_of("batch")})
+    return c, Counter(kind for _, kind, module, _ in collectives(c, "cp") if module)
+
+
+def test_context_moves_heads_where_sequences_are_short() -> None:
+    """Of fused q, k and v one all-to-all, one of what attention gives, and those of the gradients; parameters are whole, gradients sums."""
+    c, kinds = context("gpt", "cp=4", 2048)
+    assert kinds == {"all_to_all": 4 * SIZES["gpt"]["layers"]}
+    assert all(not c.local.shardings[i.name].placements for i in c.local.inputs_of("param"))
+    assert all(b.axes == b.partial == ("cp",) for b in c.final.buckets)
+    hidden = [o for n in c.local.nodes for o in n.outs if o and n.op == "aten.native_layer_norm.default" and c.local.shardings[o].dims]
+    assert hidden and all("2048@cp" in str(c.local.shardings[o]) for o in hidden)
+
+
+def test_context_goes_around_a_ring_where_they_are_long() -> None:
+    """Compute hides what is sent: keys and values seven times a layer and once more with their gradients, which come home in eight."""
+    _, kinds = context("gpt", "cp=8", 65536)
+    layers = SIZES["gpt"]["layers"]
+    assert kinds == {"shift": (2 * 7 + 2 * 7 + 2 * 8) * layers, "mirror": 8 * layers}
+
+
+def test_context_gathers_few_key_heads() -> None:
+    _, kinds = context("llama", "cp=4", 2048, kv_heads=1)
+    layers = SIZES["llama"]["layers"]
+    assert kinds == {"all_gather": 2 * layers, "reduce_scatter": 2 * layers}

@@ -47,6 +47,10 @@ def expected(kind: str, inputs: list[Tensor], mesh: Mesh, rank: int, axes: tuple
         return total(parts, op)
     if kind == "all_gather":
         return torch.cat(parts, dims[0])
+    if kind == "shift":
+        return parts[(index - 1) % n].clone()
+    if kind == "mirror":
+        return torch.cat([parts[index].chunk(2, dims[0])[0], parts[n - 1 - index].chunk(2, dims[0])[1]], dims[0])
     pieces = [p.chunk(n, dims[0])[index] for p in parts]
     return total(pieces, op) if kind == "reduce_scatter" else torch.cat(pieces, dims[1])
 
@@ -59,6 +63,10 @@ def call(comm: Comm, kind: str, x: Tensor, axes: tuple[str, ...], dims: tuple[in
         return comm.all_gather(x, axes, dims[0], site="s").wait()
     if kind == "reduce_scatter":
         return comm.reduce_scatter(x, axes, dims[0], op, site="s").wait()
+    if kind == "shift":
+        return comm.shift(x, axes, site="s").wait()
+    if kind == "mirror":
+        return comm.mirror(x, axes, dims[0], site="s").wait()
     return comm.all_to_all(x, axes, dims[0], dims[1], site="s").wait()
 
 
@@ -75,5 +83,6 @@ def cases(every_dtype: bool = True) -> list[tuple[str, tuple[int, ...], str, tor
             out.append(("all_reduce", (), op, dtype))
             out += [("reduce_scatter", (dim,), op, dtype) for dim in (0, 1, -1)]
         out += [("all_gather", (dim,), "sum", dtype) for dim in (0, 1, -1)]
+        out += [("shift", (), "sum", dtype), *(("mirror", (dim,), "sum", dtype) for dim in (0, 1, -1))]
         out += [("all_to_all", (a, b), "sum", dtype) for a in range(3) for b in range(3)]
     return out

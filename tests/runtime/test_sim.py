@@ -35,7 +35,7 @@ def test_formula(text: str) -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
 def test_empty(shape: tuple[int, ...]) -> None:
     mesh = Mesh(tp=2)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "mirror"):
         inputs = [tensor(rank, shape, torch.float32) for rank in range(2)]
         for rank, value in enumerate(run_simulated(mesh, lambda c: call(c, kind, inputs[c.rank], ("tp",), (0, 0), "sum"))):  # noqa: B023
             assert same(value, expected(kind, inputs, mesh, rank, ("tp",), (0, 0), "sum"))
