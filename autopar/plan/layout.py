@@ -17,7 +17,7 @@ from autopar.plan.axis import Choice, Problem, gradients, solve
 from autopar.plan.context import check_context, relates
 from autopar.rules import Rules
 from autopar.rules.atoms import Atoms
-from autopar.rules.strategies import Strategy, strategies
+from autopar.rules.strategies import Strategy, rings, strategies
 
 NodeShardings = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]
 
@@ -134,8 +134,8 @@ class _Roles:
         if self.axis == "dp":  # the batch splits: a node that can split samples does
             return [s for s in kept if s.factor or s.inputs != (REPLICATE,) * len(s.inputs)] if any(s.factor for s in kept) else kept
         if self.axis == "cp":  # with parameters whole, a product with one, or that makes its gradient, splits the sequence
-            kinds = self.atoms.rows[n].kinds.values()
-            must = self.rules[node.op].contraction or node.op == "autopar.embedding_backward" or any(k == "offset-sum" for k in kinds)
+            must = self.rules[node.op].contraction or any(k == "offset-sum" for k in self.atoms.rows[n].kinds.values())
+            must = must or any(o in self.gradients for o in node.outs)
             must = (must or relates(self.program, self.atoms, n, self.params)) and any(x in self.batch for x in names)
             kept = [s for s in kept if s.factor] or kept if must else kept
             return self.pinned_context(n, node, kept) if self.context is not None and self.atoms.rows[n].ring is not None else kept
@@ -350,7 +350,8 @@ def pin_placements(program: Program, atoms: Atoms, pins: Mapping[str, str], axis
 def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng: random.Random) -> Layout:
     """Any legal layout: a random strategy for every node and axis. For tests: the chosen plan alone hides wrong rows."""
     layout = replicated(program, atoms)
-    for axis, size in mesh.axes:
+    for axis in search_order(mesh):
+        size = mesh[axis]
         if size == 1:
             continue
         nodes: dict[int, Strategy] = {}
@@ -369,7 +370,7 @@ def random_layout(program: Program, atoms: Atoms, rules: Rules, mesh: Mesh, rng:
             dims, left = [s.dims for s in (*operands, *outputs)], [s.local_dims(mesh) for s in (*operands, *outputs)]
             legal = [
                 s
-                for s in strategies(atoms.rows[n], dims, size, left)
+                for s in (*strategies(atoms.rows[n], dims, size, left), *(rings(atoms.rows[n], dims, size, left) if axis == "cp" else ()))
                 if all(given[r] == p or step_kind(given[r], p) is not None for r, p in zip(node.refs(), s.inputs, strict=True))
             ]
             nodes[n] = rng.choice(legal)
