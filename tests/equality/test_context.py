@@ -64,8 +64,8 @@ def test_forms_of_attention(name: str, mesh: str, plan: Plan) -> None:
 @pytest.mark.parametrize("form", ["ring", "gather"])
 def test_odd_pieces(form: str) -> None:
     """Queries without halves stay where they are; three ranks, of which the one in the middle is its own mirror image."""
-    for mesh, length in (("cp=2", 6), ("cp=3", 12), ("cp=3", 3)):
-        size: dict[str, Any] = dict(sequence=length)
+    for mesh, length in (("cp=2", 6), ("cp=3", 12)):
+        size: dict[str, Any] = dict(sequence=length, layers=1)
         exact(lambda: gpt.build(**size), gpt.batch(2, torch.Generator().manual_seed(1), **size), mesh, Plan(context=form))  # noqa: B023
 
 

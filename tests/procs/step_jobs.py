@@ -26,8 +26,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 def model_of(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    if name == "gpt":
-        return gpt.build(dropout=0.2).double()
+    if name in ("gpt", "gpt without dropout"):
+        return gpt.build(dropout=0.2 if name == "gpt" else 0.0).double()
     config = GPT2Config(
         vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
         resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, bos_token_id=0, eos_token_id=0,
@@ -38,7 +38,7 @@ def model_of(name: str, seed: int = 0) -> nn.Module:
 def batches_of(name: str, count: int = STEPS, rows: int = 8) -> list[Any]:
     """Other rows in every step."""
     generator = torch.Generator().manual_seed(5)
-    if name == "gpt":
+    if name in ("gpt", "gpt without dropout"):
         return [gpt.batch(rows, generator) for _ in range(count)]
     ids = [torch.randint(97, (rows, 10), generator=generator) for _ in range(count)]
     return [{"input_ids": x, "labels": x.masked_fill(x % 5 == 0, -100)} for x in ids]
