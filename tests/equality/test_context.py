@@ -47,7 +47,7 @@ def exact(build: Callable[[], nn.Module], batch: Any, mesh: str, plan: Plan | st
 
 
 FORMS = [
-    ("gpt", "dp=2,cp=2", Plan(context="ring", microbatches=2)),
+    ("gpt", "dp=2,cp=2", Plan(context="ring", microbatches=2, zero=3, recompute="full")),
     ("llama", "cp=4", Plan(context="ring", zero=0)),
     ("HF Llama sdpa", "tp=2,cp=2", Plan(context="ring", interleave=2)),
     ("encdec", "cp=2", Plan(context="ring")),
