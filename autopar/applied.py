@@ -51,6 +51,10 @@ def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
         moved = [n for p in finals for n in p.nodes if n.op.startswith("comm.") and n.args[1] == ("tp",) and "all_reduce" not in n.op]
         why = "the mesh has no tp" if mesh["tp"] == 1 else "nothing between the matrices can be split over tp"
         yield "sequence", f"{len(moved)} gathers, reduce-scatters and exchanges over tp" if moved else "", why
+    if plan.context is not None:
+        split = [n for n, row in compiled.atoms.rows.items() if row.ring is not None] if mesh["cp"] > 1 else []
+        why = "the mesh has no cp" if mesh["cp"] == 1 else "no attention is fused and without dropout and a mask of its own"
+        yield f"context={plan.context!r}", f"{len(split)} attentions, forward and backward, over cp" if split else "", why
     if plan.recompute:
         again = {n.where.module or "(model)" for p in finals for n in p.nodes if any(o.endswith(SUFFIX) for o in n.outs)}
         count = sum(any(o.endswith(SUFFIX) for o in n.outs) for p in finals for n in p.nodes)
