@@ -85,7 +85,10 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Any:
         (["inspect", GPT, "--set", "layers"], "--set layers=4"),
         (["inspect", GPT, "--html", "page.html"], "report pages are not supported yet"),
         (["inspect", GPT, "--stage", "1"], "there is no stage 1"),
-        (["inspect", GPT, "--plan", "zero=3"], "zero=3) is not supported yet"),
+        (["inspect", GPT, "--plan", "per_microbatch"], "statistics per microbatch are not supported yet"),
+        (["inspect", GPT, "--plan", "zero=4"], "is no ZeRO level"),
+        (["inspect", GPT, "--plan", "recompute=bloks.*"], "no module that the forward calls matches 'bloks.*'"),
+        (["inspect", GPT, "--plan", "recompute=1kB"], "no choice of what to recompute fits into 1,000 bytes"),
         (["inspect", GPT, "--plan", "absent.json"], "can't be read"),
         (["inspect", GPT, "--plan", "swift"], "'swift' is no field of a plan"),
         (["inspect", GPT, "--mesh", "dp=2", "--batch", "3"], "a multiple of 2 rows"),
@@ -131,11 +134,14 @@ def test_parse_plan(tmp_path: Path) -> None:
     assert parse_plan("sequence=false, shard:head.*=dim0@tp") == Plan(sequence=False, shard={"head.*": "dim0@tp"})
     Plan(zero=0, shard={"a": "replicate"}).save(tmp_path / "p.json")
     assert parse_plan(str(tmp_path / "p.json")) == Plan(zero=0, shard={"a": "replicate"})
-    for text in ("microbatches=two", "zero=7", "sequence=4", "shard:a", "mesh=dp"):
+    for text in ("microbatches=two", "zero=7", "recompute", "sequence=4", "shard:a", "mesh=dp"):
         with pytest.raises(PlanError):
             parse_plan(text)
     with pytest.raises(UnsupportedError):
-        parse_plan("recompute")
+        parse_plan("per_microbatch")
+    assert parse_plan("zero=3,recompute=full") == Plan(zero=3, recompute="full")
+    assert parse_plan("recompute=blocks.*,strict") == Plan(recompute=("blocks.*",), strict=True)
+    assert parse_plan("recompute=2GB").recompute == "2GB" and parse_plan("recompute=4096").recompute == 4096
 
 
 def test_plan_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
