@@ -167,7 +167,7 @@ def deepspeed(settings: Settings, compiled: bool = False, stage: int = 1) -> Run
     return Runner(step, mean_of_ranks=True)
 
 
-def fsdp2(settings: Settings, compiled: bool = False, again: bool = True) -> Runner:
+def fsdp2(settings: Settings, compiled: bool = False, again: bool = True, made: Callable[[Settings], nn.Module] = build) -> Runner:
     """torch ``fully_shard``, a group for each block. Compiled, each block is: its hooks, which talk, stay outside.
 
     ``again``: parameters are gathered again for the backward, as in ZeRO 3; else they are kept from the forward on, as in ZeRO 2.
@@ -175,7 +175,7 @@ def fsdp2(settings: Settings, compiled: bool = False, again: bool = True) -> Run
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = build(settings), init_device_mesh("cpu", (dist.get_world_size(),))
+    model, mesh = made(settings), init_device_mesh("cpu", (dist.get_world_size(),))
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             for layer in child:
@@ -309,12 +309,12 @@ CONTESTANTS = {
 }
 
 
-def why_not(names: list[str], model: str) -> dict[str, str]:
+def why_not(names: list[str], model: str, contestants: Mapping[str, Contestant] = CONTESTANTS) -> dict[str, str]:
     """The reasons of those that can't run here, by name."""
     found: dict[str, str] = {}
-    compiler = no_compiler() if any(CONTESTANTS[name].compiled for name in names) else ""
+    compiler = no_compiler() if any(contestants[name].compiled for name in names) else ""
     for name in names:
-        contestant = CONTESTANTS[name]
+        contestant = contestants[name]
         if contestant.package and importlib.util.find_spec(contestant.package) is None:
             found[name] = f"package {contestant.package} is not installed (pip install -e '.[bench]')"
         elif contestant.compiled and compiler:

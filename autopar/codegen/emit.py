@@ -71,7 +71,8 @@ class Module:
     ``source`` defines ``constants(comm, consts)``, the segments, and
     ``step(comm, params, buckets, buffers, batch, grads, constants, key)``, which returns loss, gradients by bucket, new buffers and
     outputs. The tuples hold the paths of its arguments and results in order.
-    Buckets in ``gathers`` are handles of gathers that the caller has begun, in the order in which the step waits for them; a gradient
+    Buckets in ``gathers`` are handles of gathers that the caller has begun, in the order in which the step waits for them (under ZeRO 3
+    they come behind the parts, and what they give is the step's to give back); a gradient
     whose last op is a collective is the handle of it. ``grads`` are flat tensors, in which gradients are made.
     """
 
@@ -178,6 +179,12 @@ class Emitter:
                 if may_view(node) or node.op.startswith("comm."):  # a collective reads its operand until it is done
                     self.gathered.update(dict.fromkeys(filter(None, node.outs), self.gathered[refs[0]]))
 
+    def is_begun(self, node: Node) -> bool:
+        """Whether a gather is one of a bucket that the caller has begun: of those that aren't repeated, one that nothing comes before."""
+        if node.args[0].name not in self.buckets or self.program.zero == 3 and self.program.microbatches > 1:
+            return False
+        return self.program.zero < 3 or not self.statements
+
     def script(self) -> Script:
         """The driver as data, once its text is made."""
         return Script(tuple(self.statements), tuple(self.after), dict(self.over), frozenset(self.born))
@@ -237,7 +244,7 @@ class Emitter:
                 flush()
                 wait(node.refs())
                 self.pack(node, region)
-            elif node.op == "comm.all_gather" and node.args[0].name in self.buckets and self.program.zero < 3:  # the caller has begun it
+            elif node.op == "comm.all_gather" and self.is_begun(node):
                 self.gathers[node.args[0].name] = node.outs[0]
                 pending.append(node.outs[0])
             elif node.op.startswith("comm."):
@@ -469,7 +476,9 @@ class Emitter:
         if uses_c:
             lines.append("    c = comm.coords")
         for kind, argument in (("param", "params"), ("bucket", "buckets"), ("buffer", "buffers"), ("batch", "batch")):
-            names = [self.gathers.get(i.name, i.name) for i in p.inputs_of(kind)]
+            names = [i.name if p.zero == 3 else self.gathers.get(i.name, i.name) for i in p.inputs_of(kind)]
+            if kind == "bucket" and p.zero == 3:  # parts are gathered again
+                names += self.gathers.values()
             if names:
                 lines += bracket("(", names, 4)
                 lines[-1] += f" = {argument}"

@@ -228,6 +228,10 @@ class _StageEmitter(Emitter):
                 out.append(node)
         return out
 
+    def is_begun(self, node: Node) -> bool:
+        """A task that runs for every microbatch gathers what it needs itself."""
+        return node.args[0].name in self.buckets and self.program.zero < 3
+
     def find_born(self, nodes: list[Node]) -> None:
         """No gradient of a microbatch is made in its bucket, which holds sums."""
 

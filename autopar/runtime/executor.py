@@ -139,6 +139,11 @@ class State:
         """What a program takes for each bucket: all elements, or, under ZeRO 3, this rank's."""
         return [part.detach() for part in self.parts] if self.zero == 3 else self.whole
 
+    def take_gather(self, index: int) -> Handle | None:
+        """A gather under way, whose result is the taker's from now on."""
+        handle, self.gathers[index] = self.gathers[index], None
+        return handle
+
     def begin_grads(self, packs: bool) -> None:
         """Makes the tensors of gradients, if a program makes any."""
         if packs and not self.grads:
@@ -149,7 +154,8 @@ class State:
         bucket = self.buckets[index]
         if self.gathers[index] is None:
             part = self.parts[index].detach()
-            self.gathers[index] = comm.all_gather(part, bucket.axes, 0, site=bucket.name, out=self.whole[index])
+            out = comm.empty(bucket.numel, bucket.dtype) if self.zero == 3 else self.whole[index]
+            self.gathers[index] = comm.all_gather(part, bucket.axes, 0, site=bucket.name, out=out)
 
 
 def _same(x: Tensor) -> Tensor:
@@ -283,7 +289,12 @@ class Executable:
             for index in self.gathers:
                 state.begin_gather(index, self.comm)
             state.begin_grads(self.spec.packs)
-            buckets = [state.gathers[k] if k in self.gathers else flat for k, flat in enumerate(state.flats())]
+            buckets: list[Any] = [*state.flats()]
+            if state.zero == 3:
+                self.comm.settle()  # what is taken can't be put back: every rank has to be ready
+                buckets += [state.take_gather(k) for k in self.gathers]
+            else:
+                buckets = [state.gathers[k] if k in self.gathers else flat for k, flat in enumerate(buckets)]
             fixed = [state.fixed[path] for path in self.spec.params]
             buffers = [state.buffers[path] for path in self.spec.buffers]
             try:
