@@ -47,6 +47,9 @@ def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
         what = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}[plan.zero]
         done = f"{what} of {len(shared)} of {len(spec.buckets)} buckets shared out over {axes}: {part:,} of {whole:,} bytes a rank"
         yield f"zero={plan.zero}", done if shared else "", "no parameter is held by several ranks"
+    if plan.regather is False:
+        done = "what the forward gathers is kept for the backward" if plan.zero == 3 and compiled.pipeline is None else ""
+        yield "regather=False", done, "stages gather for each task" if plan.zero == 3 else "only ZeRO 3 gathers parameters in a step"
     if plan.sequence:
         moved = [n for p in finals for n in p.nodes if n.op.startswith("comm.") and n.args[1] == ("tp",) and "all_reduce" not in n.op]
         why = "the mesh has no tp" if mesh["tp"] == 1 else "nothing between the matrices can be split over tp"

@@ -345,7 +345,7 @@ def parse_plan(text: str | None) -> Plan:
             )
         else:
             values[name] = literal(value) if eq else True
-    for name in ("sequence", "strict"):
+    for name in ("sequence", "strict", "regather"):
         if not isinstance(values.get(name, False), bool):
             raise PlanError(f"--plan: {name}={values[name]} is neither true nor false")
     return replace(Plan(**values), shard=shard or None)

@@ -182,7 +182,7 @@ def compile_program(
             buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP, zero=zero)
         else:
             buckets = same_buckets(like.spec.buckets, lanes) if trained else like.spec.buckets
-        final = fuse(regather(bucketize(lanes, buckets, zero)))
+        final = fuse(regather(bucketize(lanes, buckets, zero), plan.regather is not False))
         progress.at("check")
         check_local(final)
         check_buckets(final, lanes)

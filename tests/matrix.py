@@ -42,14 +42,15 @@ one tensor on several ranks are equal to the last bit, or the cell fails.
 {table}
 
 Variants: `sequence` is `Plan(sequence=True)`; `dropout` has a probability of 0.3 everywhere the model has dropout; `interleave=2` runs
-two microbatches side by side, with dropout; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a
+two microbatches side by side, with dropout; `zero=2` has selective recompute and dropout, `zero=3` full recompute, two microbatches
+and dropout; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a
 batch have different numbers of labels. `refused`: the loss isn't a sum over microbatches, since the model takes statistics of the
 whole batch; compiling says so.
 
 ## With stages
 
-Every model on meshes with `pp` under every schedule, with dropout, and with 1, 2 or 4 microbatches, ZeRO 0 or 1, and sequence or not
-in turn. `refused`: the model calls fewer modules one after the other than there are stages.
+Every model on meshes with `pp` under every schedule, with dropout, and with 1, 2 or 4 microbatches, ZeRO 0 to 3, sequence or not, and
+no, full or selective recompute in turn. `refused`: the model calls fewer modules one after the other than there are stages.
 
 {stages}
 

@@ -119,7 +119,7 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
             continue
         nodes = []
         packed, shares = [], []
-        each_turn = bool(turns) and all(grad_of[m.path] in turns for m in bucket.members)
+        each_turn = owners > 1 and bool(turns) and all(grad_of[m.path] in turns for m in bucket.members)
         post: Any = "post" if looped and not each_turn else "body"
         for m in bucket.members:
             value = grad_of[m.path]

@@ -32,8 +32,12 @@ class _Run:
     names: dict[str, str] = field(default_factory=dict)
 
 
-def regather(program: P) -> P:
-    """The program whose buckets are gathered for each run of uses. Of level 3 only; others are as they were."""
+def regather(program: P, again: bool = True) -> P:
+    """The program whose buckets are gathered for each run of uses. Of level 3 only; others are as they were.
+
+    Args:
+        again: otherwise what was gathered for the forward is kept for the backward: a run ends only with its task.
+    """
     if program.zero != 3:
         return program
     gathers = {n.name: n for n in program.nodes if n.op == "comm.all_gather" and n.refs()[0] in {b.name for b in program.buckets}}
@@ -42,7 +46,7 @@ def regather(program: P) -> P:
     running = tasks_of(program, find_weight(program)) if isinstance(program, StageProgram) else {}
     tasks = [running.get(n.name, n.region) for n in nodes]
     uses = [(at, r, source[r]) for at, n in enumerate(nodes) for r in dict.fromkeys(n.refs()) if r in source]
-    runs, by_use = _find_runs(uses, tasks)
+    runs, by_use = _find_runs(uses, tasks, again)
     starts = _starts(runs, uses, tasks)
     begins: dict[int, list[_Run]] = {}
     for run in runs:
@@ -117,10 +121,10 @@ def _parameters(value: str, chain: dict[str, Node]) -> list[str]:
     return [value] if node.op == "autopar.member" else [p for r in node.refs() for p in _parameters(r, chain)]
 
 
-def _find_runs(uses: list[tuple[int, str, str]], tasks: list[str]) -> tuple[list[_Run], dict[tuple[int, str], _Run]]:
+def _find_runs(uses: list[tuple[int, str, str]], tasks: list[str], again: bool) -> tuple[list[_Run], dict[tuple[int, str], _Run]]:
     """Runs of uses (place, value, what it lies in) in the order of their first ones, and the run of every use.
 
-    A gap in which two other buckets are used ends a run.
+    A gap in which two other buckets are used ends a run, unless it isn't to be gathered ``again``.
     """
     runs: list[_Run] = []
     found: dict[tuple[int, str], _Run] = {}
@@ -129,7 +133,7 @@ def _find_runs(uses: list[tuple[int, str, str]], tasks: list[str]) -> tuple[list
     for at, value, full in uses:
         task = tasks[at]
         run = latest.get((full, task))
-        if run is None or _are_between(seen[task], run.last, full):
+        if run is None or again and _are_between(seen[task], run.last, full):
             latest[full, task] = run = _Run(full, task, at, at)
             runs.append(run)
         run.last = at

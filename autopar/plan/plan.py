@@ -49,6 +49,8 @@ class Plan:
     Attributes:
         zero: what each rank of ``dp`` (and of other axes that share a parameter) holds only its part of: 0, nothing; 1 (the default),
             optimizer state; 2, gradients too; 3, parameters too.
+        regather: under ZeRO 3, whether the backward gathers parameters again (the default) or keeps what the forward gathered; stages
+            always gather again.
         sequence: ``tp`` also shards the sequence of activations between the matrices.
         context: how ``cp`` splits fused attention: ``heads`` (the split moves from sequence to heads: all-to-all), ``gather`` (queries
             stay cut, keys and values are gathered) or ``ring`` (these go from rank to rank); by default what is predicted to be fastest.
@@ -70,6 +72,7 @@ class Plan:
     """
 
     zero: int | None = None
+    regather: bool | None = None
     sequence: bool | None = None
     context: str | None = None
     microbatches: int | None = None
@@ -89,8 +92,9 @@ class Plan:
         for name, words in _LATER.items():
             if getattr(self, name) is not None:
                 raise UnsupportedError(f"Plan({name}=...): {words} are not supported yet", hint=f"leave {name} out")
-        if self.sequence is not None and not isinstance(self.sequence, bool):
-            raise PlanError(f"Plan(sequence={self.sequence!r}) is neither True nor False")
+        for name in ("sequence", "regather"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise PlanError(f"Plan({name}={getattr(self, name)!r}) is neither True nor False")
         if self.context not in (None, "heads", "gather", "ring"):
             raise PlanError(f"Plan(context={self.context!r}) is no way to split attention", hint="heads, gather or ring")
         if self.shard is not None and not (isinstance(self.shard, Mapping) and all(isinstance(v, str) for v in self.shard.values())):

@@ -113,6 +113,8 @@ VARIANTS: dict[str, tuple[Plan, float]] = {
     "interleave=2": (Plan(interleave=2), 0.3),
     "dropout": (Plan(), 0.3),
     "zero=0": (Plan(zero=0), 0.0),
+    "zero=2": (Plan(zero=2, recompute="selective"), 0.3),
+    "zero=3": (Plan(zero=3, recompute="full", microbatches=2), 0.3),
     "together": (Plan(sequence=True, microbatches=2, buckets=4096), 0.3),
 }
 

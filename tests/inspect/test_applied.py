@@ -33,7 +33,8 @@ def found(mesh: str, model: nn.Module | None = None, **plan: Any) -> tuple[dict[
 @pytest.mark.parametrize(
     ("mesh", "plan", "told"),
     [
-        ("dp=2", dict(zero=3, recompute="full"), {"zero=3": "parameters of 4 of 4 buckets", "recompute='full'": "blocks.0"}),
+        ("dp=2", dict(zero=3, recompute="full", regather=False), {
+            "zero=3": "parameters of 4 of 4 buckets", "recompute='full'": "blocks.0", "regather=False": "kept"}),
         ("tp=2", dict(sequence=True, interleave=2), {"sequence": "over tp", "interleave=2": "collectives between the lanes"}),
         ("cp=2", dict(context="ring"), {"context='ring'": "4 attentions, forward and backward, over cp"}),
         ("pp=2", dict(schedule="zb-h1", microbatches=4, recompute="blocks.*"), {
@@ -53,6 +54,7 @@ def test_what_was_done(mesh: str, plan: dict[str, Any], told: dict[str, str]) ->
         ("tp=1", dict(zero=2), "no parameter is held by several ranks"),
         ("dp=2", dict(sequence=True), "the mesh has no tp"),
         ("dp=2", dict(schedule="gpipe"), "the mesh has no pp"),
+        ("dp=2", dict(regather=False), "only ZeRO 3"),
         ("dp=2", dict(context="heads"), "the mesh has no cp"),
         ("dp=2", dict(recompute="1GB"), "what is kept fits"),
     ],

@@ -19,7 +19,7 @@ from autopar.compiler import Compiled
 from autopar.inspect.live import Measured, measure
 from autopar.inspect.tables import live_peaks, memory_rows
 from autopar.layout.mesh import Mesh
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, limit_of
 from autopar.programs import Options
 from models import gpt
 
@@ -88,22 +88,38 @@ def test_peaks(case: str) -> None:
     assert rows["activations and temporaries at most, backward"] == found.peak("backward").bytes
 
 
-STAGES = {"1f1b": Plan(microbatches=4), "zb-h1": Plan(microbatches=4, schedule="zb-h1"), "zb-v": Plan(microbatches=4, schedule="zb-v")}
+STAGES = {
+    "1f1b": ("pp=2", Plan(microbatches=4)),
+    "zb-h1": ("pp=2", Plan(microbatches=4, schedule="zb-h1")),
+    "zb-v": ("pp=2", Plan(microbatches=4, schedule="zb-v")),
+    "ZeRO 3": ("pp=2,dp=2", Plan(microbatches=4, zero=3)),
+}
 
 
-@pytest.mark.parametrize("schedule", STAGES)
-def test_peaks_of_stages(schedule: str) -> None:
+@pytest.mark.parametrize("case", STAGES)
+def test_peaks_of_stages(case: str) -> None:
     """Within 3 %: a message that is under way may lie in memory that is counted already."""
-    config = {**SIZES, "layers": 4 if schedule == "zb-v" else 2}
+    mesh, plan = Mesh.parse(STAGES[case][0]), STAGES[case][1]
+    config = {**SIZES, "layers": 4 if case == "zb-v" else 2}
     torch.manual_seed(0)
     model, batch = gpt.build(**config), gpt.batch(ROWS, torch.Generator().manual_seed(0), **config)
     share: dict[Any, Compiled] = {}
-    measured = measure(model, Mesh(pp=2), batch, options(STAGES[schedule]), share=share)
+    measured = measure(model, mesh, batch, options(plan), share=share)
     for compiled in share.values():
         assert compiled.pipeline is not None
-        rank = compiled.pipeline.schedule.placement[next(iter(compiled.pipeline.programs))]
+        rank = mesh.rank({"pp": compiled.pipeline.schedule.placement[next(iter(compiled.pipeline.programs))]})
         for phase, most in live_peaks(compiled).items():
             assert abs(most / measured[rank].peaks[phase] - 1) < 0.03, (rank, phase, most, measured[rank])
+
+
+@pytest.mark.parametrize("limit", ["60MB", "50MB", "40MB"])
+def test_a_limit_on_memory_is_kept(limit: str) -> None:
+    """What a rank really allocates for parameters, gradients and activations is within the limit, and near it."""
+    measured, compiled = run("tp=2", Plan(recompute=limit), {})
+    kept = measured.kept["parameters"] + measured.kept["gradients"]
+    real = kept + max(measured.peaks["forward"], measured.peaks["backward"])
+    wanted = limit_of(limit)
+    assert wanted is not None and 0.75 * wanted < real <= wanted, (real, wanted)
 
 
 @pytest.mark.parametrize("where", ["driver", "segments"])

@@ -79,12 +79,13 @@ def test_what_a_rank_holds() -> None:
 
 def test_how_often_and_how_many() -> None:
     """Of four layers each is gathered for the forward and, but for the last, once more; two buckets are there at most."""
-    source = compiled("dp=2", zero=3, buckets=1 << 20).module.source
-    begun = re.findall(r"(\w+) = comm.all_gather\((\w+),", source)
+    module = compiled("dp=2", zero=3, buckets=1 << 20).module
+    source, by_caller = module.source, [(f"{b}_full", b) for b in module.gathers]
+    begun = by_caller + re.findall(r"(\w+) = comm.all_gather\((\w+),", source)
     times = {bucket: sum(b == bucket for _, b in begun) for _, bucket in begun}
     assert sorted(times.values()) == [1, 1, 1, 2, 2, 2]  # head and norm, embeddings and the last layer once
     assert len(re.findall(r"comm.give\(", source)) == len(begun)
-    there, most = set[str](), 0
+    there, most = {full for full, _ in by_caller}, 0
     for line in source.splitlines():
         if match := re.search(r"(\w+) = comm.all_gather\(bucket", line):
             there.add(match.group(1))
@@ -92,6 +93,15 @@ def test_how_often_and_how_many() -> None:
             there.remove(match.group(1))
         most = max(most, len(there))
     assert not there and most == 2
+
+
+def test_kept_for_the_backward() -> None:
+    """Each bucket is gathered once, and the result is the same."""
+    source = compiled("dp=2", zero=3, regather=False, buckets=1 << 20).module.source
+    begun = re.findall(r"all_gather\((\w+),", source)
+    assert len(set(begun)) == len(begun) and "_again" not in source
+    report = verify(model(), Mesh(dp=2), BATCH, plan=Plan(zero=3, regather=False, microbatches=2))
+    assert report.ok, report.table()
 
 
 def test_a_layer_stays_one_function() -> None:

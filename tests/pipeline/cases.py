@@ -61,14 +61,15 @@ class Staged:
 
 
 def every() -> list[Staged]:
-    """Every model on every mesh under every schedule; counts of microbatches, ZeRO levels and sequence in turn."""
+    """Every model on every mesh under every schedule; counts of microbatches, ZeRO levels, sequence and recompute in turn."""
     found = []
     for m, model in enumerate(MODELS):
         for s, schedule in enumerate(SCHEDULES):
             for k, mesh in enumerate(MESHES):
                 turn = m + k + s
                 plan = Plan(
-                    microbatches=(1, 2, 4)[turn % 3] if model.divides else 1, schedule=schedule, zero=turn % 4 and 1, sequence=turn % 2 == 0
-                )
+                    microbatches=(1, 2, 4)[turn % 3] if model.divides else 1, schedule=schedule, zero=turn % 4, sequence=turn % 2 == 0,
+                    recompute=(None, "full", "selective")[(turn + k) % 3],
+                )  # fmt: skip
                 found.append(Staged(model, mesh, plan))
     return found
