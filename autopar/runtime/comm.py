@@ -49,6 +49,9 @@ _TAGS_PER_COUNT = 128
 _FRAME = 1024
 _COUNTS = 2**23
 
+#: bytes from which on memory is kept for the next taker, and by how much what was taken and what is kept may exceed the most ever taken.
+LARGE, IDLE = 2**20, 1.25
+
 
 @dataclass
 class Record:
@@ -170,27 +173,36 @@ class Comm(ABC):
         self.records: list[Record] = []
         self._known: dict[tuple[str, ...], Group] = {}
         self._held: Callable[[], None] | None = None
-        self._blocks: list[Tensor] = []  # memory at hand, 1-D
+        self._blocks: list[Tensor] = []  # memory at hand, 1-D, the longest unused first
+        self._in_use = self._most_in_use = 0  # bytes that were taken and not given back, now and at most
 
     # -- memory of flat tensors that live for a part of a step
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of whatever values, from memory that was given back if some fits.
+        """A flat tensor of whatever values, for a large one from memory that was given back, if some fits.
 
-        Memory fresh from the system costs as much as what is done with it; CUDA's allocator keeps its own.
+        Memory fresh from the system costs as much as what is done with it. CUDA's allocator keeps its own.
         """
-        fitting = [b for b in self._blocks if b.dtype == dtype and numel <= b.numel() <= 2 * numel]
-        if not fitting:
-            self._blocks.clear()  # what doesn't fit now is not held beside what is taken instead
+        size = numel * dtype.itemsize
+        if self.device.type != "cpu" or size < LARGE:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        block = min(fitting, key=Tensor.numel)
+        fitting = [b for b in self._blocks if b.dtype == dtype and numel <= b.numel() <= 2 * numel]
+        block = min(fitting, key=Tensor.numel) if fitting else None
         self._blocks = [b for b in self._blocks if b is not block]
+        self._in_use += size if block is None else block.nbytes
+        self._most_in_use = max(self._most_in_use, self._in_use)
+        if block is None:
+            # what lies idle must not add much to what was ever in use at once
+            while self._blocks and self._in_use + sum(b.nbytes for b in self._blocks) > IDLE * self._most_in_use:
+                self._blocks.pop(0)
+            block = torch.empty(numel, dtype=dtype, device=self.device)
         return block[:numel]
 
     def give(self, x: Tensor) -> None:
         """Takes back what ``empty`` gave: nobody reads or writes it, or a view of it, any more."""
-        if self.device.type == "cpu" and x.numel():
+        if self.device.type == "cpu" and x.nbytes >= LARGE:
             self._blocks.append(x.new_empty(0).set_(x.untyped_storage()))
+            self._in_use -= self._blocks[-1].nbytes
 
     # -- what subclasses give
 

@@ -18,7 +18,7 @@ from autopar.layout.mesh import Mesh
 from autopar.passes.check_placements import check_buckets
 from autopar.plan.plan import Plan
 from autopar.programs import compile_step
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm import IDLE, LARGE, Comm
 from autopar.runtime.executor import Executable, make_state
 from autopar.runtime.random import step_key
 from autopar.runtime.sim import SimComm, run_simulated
@@ -203,23 +203,35 @@ def test_memory_given_back_too_early_is_caught() -> None:
 
 
 def test_memory_at_hand() -> None:
-    """Blocks come back whole, however much of them was asked for; one that is more than twice too large isn't taken."""
+    """Blocks come back whole, however much of one was asked for; none that is twice too large is taken, and idle ones are few."""
+    unit = LARGE // 4
 
     def rank(comm: Comm) -> None:
-        first = comm.empty(100, torch.float32)
+        first = comm.empty(4 * unit, torch.float32)
         place = first.data_ptr()
         comm.give(first)
-        half = comm.empty(60, torch.float32)
-        assert half.data_ptr() == place and half.numel() == 60
-        assert comm.empty(60, torch.float32).data_ptr() != place
+        half = comm.empty(3 * unit, torch.float32)
+        assert half.data_ptr() == place and half.numel() == 3 * unit
+        other = comm.empty(3 * unit, torch.float32)
+        assert other.data_ptr() != place
         comm.give(half)
-        assert comm.empty(100, torch.float32).data_ptr() == place
-        comm.give(first)
-        assert comm.empty(40, torch.float32).data_ptr() != place  # and the block is dropped
-        assert comm.empty(10, torch.float64).dtype == torch.float64
+        assert comm.empty(4 * unit, torch.float32).data_ptr() == place
+        comm.give(other)
+        assert comm.empty(unit, torch.float32).data_ptr() != other.data_ptr()  # a third of it
+        assert comm.empty(2 * unit, torch.float64).dtype == torch.float64
         comm.give(comm.empty(0, torch.float32))
 
+    def many(comm: Comm) -> None:
+        held = [comm.empty(n * unit, torch.float32) for n in (4, 4)]
+        for x in held:
+            comm.give(x)
+        for n in (9, 20, 45):
+            comm.give(comm.empty(n * unit, torch.float32))
+            kept = sum(b.nbytes for b in comm._blocks)  # noqa: SLF001
+            assert kept <= IDLE * n * LARGE
+
     run_simulated(Mesh(), rank)
+    run_simulated(Mesh(), many)
 
 
 def test_a_view_at_a_wrong_place_is_caught() -> None:
