@@ -41,9 +41,9 @@ one tensor on several ranks are equal to the last bit, or the cell fails.
 
 {table}
 
-Variants: `sequence` is `Plan(sequence=True)`; `dropout` has a probability of 0.3 everywhere the model has dropout; `interleave=2` runs
-two microbatches side by side, with dropout; `zero=2` has selective recompute and dropout, `zero=3` full recompute, two microbatches
-and dropout; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a
+Variants: `sequence, zero=2` is `Plan(sequence=True, zero=2, recompute="selective")`; `interleave=2` runs two microbatches side by side;
+`zero=3` has two microbatches and `recompute="full"`; in these and in `zero=0` dropout has a probability of 0.3 everywhere the model has
+it; `together` is sequence, two microbatches, dropout and small buckets at once. Rows of a
 batch have different numbers of labels. `refused`: the loss isn't a sum over microbatches, since the model takes statistics of the
 whole batch; compiling says so.
 

@@ -336,12 +336,12 @@ class Emitter:
     def accumulate(self, node: Node) -> None:
         """Adds this turn's share to a total: the last thing a turn does with the value."""
         value, combine = node.args
-        total, reads, pad = node.outs[0], [value.name], " " * self.indent("body")
+        total, reads, indent = node.outs[0], [value.name], self.indent("body")
         if total in self.parts:
             reads.append(self.parts[total])
-            lines = [f"{pad}{total} = {reads[1]}.copy_({reads[0]}) if {total} is None else {total}.add_({reads[0]})"]
+            lines = assign(total, "ops.sum_into", [reads[1], value.name, total], indent)
         else:
-            lines = assign(total, "ops.accumulate", [total, value.name, f'"{combine}"'], len(pad))
+            lines = assign(total, "ops.accumulate", [total, value.name, f'"{combine}"'], indent)
         self.statements.append(_Statement(lines, [total], reads, "body", "accumulate", (node,)))
 
     def segment(self, nodes: list[Node], finals: set[str], region: Region) -> None:

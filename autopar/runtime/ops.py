@@ -313,3 +313,8 @@ def accumulate(total: Tensor | None, x: Tensor, combine: str) -> Tensor:
     if total is None:
         return x
     return total + x if combine == "sum" else torch.maximum(total, x) if combine == "max" else torch.minimum(total, x)
+
+
+def sum_into(out: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
+    """One more microbatch's share of a sum that lies in ``out``; the first where there is no total yet."""
+    return out.copy_(x) if total is None else out.add_(x)

@@ -74,7 +74,7 @@ def source_of(model: Model, mesh: str, variant: str) -> str:
 
 @pytest.mark.parametrize(
     ("model", "variant"),
-    [(m, v) for m in MODELS for v in ("plain", "together") if not Case(m, m.name, "dp=2,tp=2", v).refused],
+    [(m, v) for m in MODELS for v in ("zero=3" if m.divides else "plain", "together") if not Case(m, m.name, "dp=2,tp=2", v).refused],
     ids=lambda p: getattr(p, "name", p),
 )
 def test_format(model: Model, variant: str, tmp_path: Path) -> None:
@@ -128,14 +128,16 @@ print(json.dumps(sorted({m.split(".")[1] for m in sys.modules if m.startswith("a
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [(MODELS[0], "dp=2,tp=2"), (MODELS[3], "tp=2"), (MODELS[4], "dp=2")], ids=lambda p: getattr(p, "name", p)
+    ("model", "mesh", "variant"),
+    [(MODELS[0], "dp=2,tp=2", "together"), (MODELS[3], "tp=2", "together"), (MODELS[4], "dp=2", "zero=3")],
+    ids=lambda p: getattr(p, "name", p),
 )
-def test_runs_without_the_compiler(model: Model, mesh: str, tmp_path: Path) -> None:
+def test_runs_without_the_compiler(model: Model, mesh: str, variant: str, tmp_path: Path) -> None:
     """A saved module, in a copy of the package from which the compiler's folders are deleted."""
-    case = Case(model, model.name, mesh, "together")
+    case = Case(model, model.name, mesh, variant)
     module, batch = case.material()
     where = Mesh.parse(mesh)
-    plan = VARIANTS["together"][0]
+    plan = VARIANTS[variant][0]
 
     def rank(comm: SimComm) -> float:
         options = make_options(model.loss, None, plan, None, 0, "check", None, 3, "eager", ())

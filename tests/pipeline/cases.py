@@ -55,7 +55,7 @@ class Staged:
 
     def verify(self, **options: Any) -> Report:
         """All ranks simulated, against the plain model."""
-        case = Case(self.model, self.name, self.mesh, "dropout" if self.model.dropout else "plain")
+        case = Case(self.model, self.name, self.mesh, "zero=0" if self.model.dropout else "plain")
         built, batch = case.material()
         return verify(built, Mesh.parse(self.mesh), batch, plan=self.plan, loss=self.model.loss, **options)
 
