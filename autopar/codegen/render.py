@@ -118,6 +118,8 @@ def assign(target: str, function: str, args: list[str] | None, indent: int, comm
         return [*before, *_call(head, function, args, indent)]
     if len(f"{head}(") > WIDTH and ", " in target:
         first = bracket("(", target.split(", "), indent)
+        if len(f"{first[-1]} = {function}(") > WIDTH:
+            first = [f"{pad}(", *(f"{pad}    {name}," for name in target.split(", ")), f"{pad})"]
         return [*before, *first[:-1], *_call(f"{first[-1]} = ", function, args or [], indent)]
     inner = _call(f"{pad}    ", function, args, indent + 4) if args else [f"{pad}    {function}" + ("" if args is None else "()")]
     if args is None and len(inner[0]) > WIDTH:  # an operator begins the line of its right operand
