@@ -24,7 +24,7 @@ demo: $(VENV)/.ready ## train a small GPT on real text on dp=2,tp=2 local ranks
 	$(BIN)/autopar train models/gpt.py --preset demo --mesh dp=2,tp=2 --batch 16 --lr 1.5e-3 --steps $(STEPS) --out $(OUT)
 
 test: $(VENV)/.ready ## run the tests
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --durations=40 --durations-min=5 $(ARGS)
 
 check: $(VENV)/.ready-dev ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -171,21 +171,27 @@ def every() -> list[Case]:
     return [Case(model, model.name, mesh, variant) for model in MODELS for variant in VARIANTS for mesh in MESHES]
 
 
-def _pairs(case: Case) -> Iterator[tuple[tuple[int, str], ...]]:
-    return combinations(enumerate((case.name, case.mesh, case.variant)), 2)
+#: variants of which the sample has every model: those that ask for most at once.
+COMPOSED = ("zero=3", "together")
+
+
+def pairs(case: Case) -> list[tuple[tuple[int, str], ...]]:
+    """What a case stands for in the sample: (model, mesh), (mesh, variant), and of composed variants (model, variant)."""
+    found = list(combinations(enumerate((case.name, case.mesh, case.variant)), 2))
+    return [p for p in found if p[0][0] == 1 or p[1][0] == 1 or case.variant in COMPOSED]
 
 
 def covering() -> list[Case]:
-    """Cases that hold every pair (model, mesh), (model, variant) and (mesh, variant): greedy, the same every time.
+    """Cases that hold every one of ``pairs``: greedy, the same every time.
 
     Of models that are like another one, one case.
     """
     left = [case for case in every() if case.name not in SIMILAR]
-    todo = {pair for case in left for pair in _pairs(case)}
+    todo = {pair for case in left for pair in pairs(case)}
     random.Random(0).shuffle(left)
     chosen = [case for case in every() if case.mesh == SIMILAR.get(case.name) and case.variant == "sequence, zero=2"]
     while todo:
-        best = max(left, key=lambda case: sum(pair in todo for pair in _pairs(case)))
+        best = max(left, key=lambda case: sum(pair in todo for pair in pairs(case)))
         chosen.append(best)
-        todo.difference_update(_pairs(best))
+        todo.difference_update(pairs(best))
     return sorted(chosen, key=str)
