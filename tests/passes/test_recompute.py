@@ -13,13 +13,13 @@ from torch import nn
 from autopar.api import make_options, verify
 from autopar.capture.tree import take_batch
 from autopar.compiler import Compiled
-from autopar.cost.live import find_lives, kept_bytes, profile
+from autopar.cost.live import kept_bytes
 from autopar.errors import PlanError
+from autopar.inspect.tables import live_peaks
 from autopar.ir.local import LocalProgram
 from autopar.layout.mesh import Mesh
 from autopar.passes import recompute as module
 from autopar.plan.plan import Plan, limit_of, parse_bytes
-from autopar.plan.recompute import held_bytes
 from autopar.programs import compile_step
 from autopar.runtime.comm import Comm
 from autopar.runtime.sim import run_simulated
@@ -35,14 +35,10 @@ def model(dropout: float = 0.2) -> nn.Module:
     return gpt.build(dropout=dropout, **SIZES)
 
 
-def compiled(mesh: Mesh, **plan: Any) -> Compiled:
-    tree, tensors = take_batch(BATCH)
+def compiled(mesh: Mesh, net: nn.Module | None = None, batch: Any = BATCH, **plan: Any) -> Compiled:
+    tree, tensors = take_batch(batch)
     options = make_options(None, None, Plan(**plan), None, 0, "check", None, 0, "eager", ())
-    return compile_step(model(), mesh, options, tree, tensors)
-
-
-def peak(program: LocalProgram) -> int:
-    return max(profile(list(find_lives(program).values()), len(program.nodes)))
+    return compile_step(net or model(), mesh, options, tree, tensors)
 
 
 def test_less_is_kept() -> None:
@@ -138,25 +134,30 @@ def test_statistics_of_a_batch() -> None:
 
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
 def test_a_limit_is_kept(mesh: str) -> None:
-    """The peak falls with the limit, is under it, and no more time is added than the limit asks for."""
+    """The peak falls with the limit, is under it, and no more time is added than the limit asks for.
 
-    def look(request_: Any) -> tuple[int, int, int, int]:
-        """Most bytes of activations and gradients, bytes of parameters, of what follows the loop, and nodes that run again."""
-        found = compiled(Mesh.parse(mesh), recompute=request_, microbatches=4 if "pp" in mesh else 1)
+    Tensors are of 1 MiB and more, of which emitted functions let go as soon as they can. With stages the model leaves out a few per cent.
+    """
+    sizes = dict(layers=3, hidden=256, vocab=1024, sequence=128)
+    batch = tuple(torch.empty(64, 128, dtype=torch.long, device="meta") for _ in range(2))
+    with torch.device("meta"):
+        net = gpt.build(dropout=0.2, **sizes)
+
+    def look(request_: Any) -> tuple[int, int, int]:
+        """Most bytes of activations and gradients, bytes of parameters, and nodes that run again."""
+        found = compiled(Mesh.parse(mesh), net, batch, recompute=request_, microbatches=4 if "pp" in mesh else 1)
         again = sum(n.outs[0].endswith("_again") for n in found.final.nodes)
         flats = sum(b.numel * b.dtype.itemsize for b in found.spec.buckets)
-        if found.pipeline is None:
-            return peak(replace(found.local, nodes=found.final.nodes, types=found.final.types)), held_bytes(found.local), 0, again
-        return peak(found.final) + 3 * kept_bytes(found.final), flats, 2 * flats, again
+        return max(live_peaks(found).values()) + flats, flats, again
 
-    whole, held, _, _ = look(None)
-    least, _, _, most = look("full")
+    whole, held, _ = look(None)
+    least, _, most = look("full")
     seen = []
     for share in (0.8, 0.5, 0.2):
         limit = held + least + int((whole - least) * share)
-        live, _, after, again = look(limit)
+        live, _, again = look(limit)
         seen.append((live, again))
-        assert live + held <= limit + after
+        assert live + held <= limit * (1.05 if "pp" in mesh else 1)
     assert whole > seen[0][0] > seen[1][0] > seen[2][0]
     assert 0 < seen[0][1] < seen[1][1] < seen[2][1] <= most + 40
 
