@@ -9,8 +9,8 @@ from autopar._torch import resolve, returns_own_memory
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, layer_of
 
-#: ops of ours whose result is an operand's memory, and those whose result may be.
-_VIEWS = frozenset(f"autopar.{name}" for name in ("accumulate", "member", "once", "pack"))
+#: ops whose result is an operand's memory though torch doesn't say so, and those whose result may be.
+_VIEWS = frozenset(("aten._unsafe_view.default", *(f"autopar.{n}" for n in ("accumulate", "checked", "member", "once", "pack"))))
 _MAY_VIEW = _VIEWS | {"autopar.microbatch", "autopar.piece"}
 
 
@@ -27,7 +27,7 @@ def is_view(node: Node) -> bool:
     """Whether a node's result lies in the memory of its first operand."""
     if node.op.startswith("comm.") or not node.refs():
         return False
-    return node.op in _VIEWS if node.op.startswith("autopar.") else not returns_own_memory(resolve(node.op))
+    return node.op in _VIEWS or not node.op.startswith("autopar.") and not returns_own_memory(resolve(node.op))
 
 
 def may_view(node: Node) -> bool:

@@ -14,8 +14,11 @@ from autopar.capture.tree import take_batch
 from autopar.codegen import memory
 from autopar.codegen.memory import overwritten
 from autopar.compiler import Compiled
+from autopar.cost.live import may_view
 from autopar.layout.mesh import Mesh
 from autopar.programs import compile_step
+from autopar.rules import DEFAULT
+from autopar.rules.check import parse_sample, run
 from models import gpt
 
 
@@ -113,3 +116,18 @@ def test_logits_are_kept_once() -> None:
         assert ("ops.log_softmax" in source) == (mesh["tp"] == 1) and ("ops.exp_sum(" in source) == (mesh["tp"] > 1)
         assert re.search(r"ops\.cross_entropy_backward\([^)]*out=", source)
         assert mesh["tp"] > 1 or re.search(r"ops\.log_softmax\([^)]*out=", source)
+
+
+def test_every_op_whose_result_is_an_operand_is_known_as_a_view() -> None:
+    """Of all rows' samples: a result in an operand's memory, unknown as such, would be written over, or given back, too early."""
+    seen, wrong = 0, []
+    for rule in DEFAULT.table.values():
+        for sample in rule.samples:
+            node, values = parse_sample(rule.op, sample)
+            held = {t.untyped_storage().data_ptr() for t in values.values() if t.numel()}
+            for result in run(node, values):
+                if result is not None and result.numel() and result.untyped_storage().data_ptr() in held:
+                    seen += 1
+                    if not may_view(node):
+                        wrong.append(f"{rule.op}({sample})")
+    assert seen > 30 and not wrong, wrong
