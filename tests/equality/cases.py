@@ -116,6 +116,9 @@ VARIANTS: dict[str, tuple[Plan, float]] = {
     "together": (Plan(sequence=True, microbatches=2, buckets=4096), 0.3),
 }
 
+#: further ones, of other tables: one thing at a time.
+SINGLE: dict[str, tuple[Plan, float]] = {"sequence": (Plan(sequence=True), 0.0), "dropout": (Plan(), 0.3)}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -129,17 +132,22 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name} / {self.mesh} / {self.variant}"
 
+    @property
+    def asked(self) -> tuple[Plan, float]:
+        """The variant's plan and dropout."""
+        return (VARIANTS | SINGLE)[self.variant]
+
     def material(self) -> tuple[nn.Module, Any]:
         """The model and a global batch, the same in every process."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = self.model.build(VARIANTS[self.variant][1])
+            model = self.model.build(self.asked[1])
         return model.train(), self.model.batch(torch.Generator().manual_seed(1))
 
     @property
     def refused(self) -> bool:
         """Whether the plan can't be kept exact for this model, which must be said when compiling."""
-        plan = VARIANTS[self.variant][0]
+        plan = self.asked[0]
         return not self.model.divides and max(plan.microbatches or 1, plan.interleave or 1) > 1
 
     def refusal(self) -> str:
@@ -154,7 +162,7 @@ class Case:
     def verify(self, **options: Any) -> Report:
         """All ranks simulated, against the plain model."""
         model, batch = self.material()
-        return verify(model, Mesh.parse(self.mesh), batch, plan=VARIANTS[self.variant][0], loss=self.model.loss, **options)
+        return verify(model, Mesh.parse(self.mesh), batch, plan=self.asked[0], loss=self.model.loss, **options)
 
 
 def check(case: Any) -> None:
