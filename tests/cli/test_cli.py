@@ -102,7 +102,8 @@ def test_mistakes(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
     out, err = capsys.readouterr()
-    assert text in err and err.startswith("autopar: ") and "Traceback" not in err and not out
+    told = [line for line in err.splitlines() if not line.startswith("autopar compile")]  # progress, on a slow machine
+    assert text in err and told[0].startswith("autopar: ") and "Traceback" not in err and not out
 
 
 @pytest.mark.parametrize("name", BROKEN)
