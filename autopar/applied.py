@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.compiler import Compiled
 from autopar.cost.live import kept_bytes
 from autopar.errors import PlanError
-from autopar.ir.local import LocalProgram
+from autopar.ir.program import layer_of
 from autopar.passes.recompute import SUFFIX
 from autopar.plan.plan import Plan, limit_of
 
@@ -79,12 +79,8 @@ def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _nothing_again(compiled: Compiled, plan: Plan) -> str:
     """Why no node runs again."""
-    if plan.recompute == "full" and not any(_has_layer(p) for p in compiled.finals):
+    if plan.recompute == "full" and not any(layer_of(n.where.module) for p in compiled.finals for n in p.nodes):
         return "the model has no repeated layers, which are modules with a number in their path; name some"
     if limit_of(plan.recompute) is not None:
         return "what is kept fits without"
     return "nothing that is kept could be made again there"
-
-
-def _has_layer(program: LocalProgram) -> bool:
-    return any(part.isdigit() for n in program.nodes for part in n.where.module.split("."))

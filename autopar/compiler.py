@@ -207,17 +207,9 @@ def compile_program(
             return made
         progress.at("plan")
     layout = choose(
-        split,
-        atoms,
-        rules,
-        mesh,
-        sequence=bool(plan.sequence),
-        pins=plan.shard or {},
-        held=held,
-        device=device,
-        at=progress.at,
+        split, atoms, rules, mesh, sequence=bool(plan.sequence), pins=plan.shard or {}, held=held, device=device, at=progress.at,
         context=plan.context,
-    )
+    )  # fmt: skip
     made = realize(layout)
     if cache is not None:
         cache.keep(key, layout, split, mesh, made.module.source)

@@ -121,9 +121,8 @@ def cut_pipeline(
             progress.at("recompute")
             others = peak_live(schedule).stages[s] - 1
             costs = costs_of(program, split, atoms, rules, device)
-            # a receive is posted before its task, and two sends of a channel may be under way
-            messages = sum(program.types[c.value].nbytes * (2 if c.source == s else 1) for c in program.crossings)
-            held = held_bytes(program) + messages
+            # beside the message that a task has the next one is awaited, and two sends of a channel may be under way
+            held = held_bytes(program) + 2 * sum(program.types[c.value].nbytes for c in program.crossings)
             again = choose_recompute(program, plan.recompute, costs, recompute, held=held, others=others)
             program = recompute(program, again)
             check_local(program)

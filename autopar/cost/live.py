@@ -23,6 +23,11 @@ class Life:
     end: int
 
 
+def is_forward(node: Node) -> bool:
+    """Whether a node belongs to the forward of a microbatch, which its backward may run again."""
+    return node.phase == "forward" and node.region == "body" and node.op != "autopar.accumulate"
+
+
 def is_view(node: Node) -> bool:
     """Whether a node's result lies in the memory of its first operand."""
     if node.op.startswith("comm.") or not node.refs():
@@ -89,9 +94,13 @@ def profile(lives: Sequence[Life], count: int) -> list[int]:
 
 
 def kept_values(program: LocalProgram) -> dict[str, int]:
-    """What a microbatch keeps from its forward to its backward, with its bytes: tensors made there, or received from other stages."""
-    roots = find_roots(program)
-    there = {o for n in program.nodes if n.phase == "forward" and n.region == "body" for o in n.outs if o and o not in roots}
+    """What a microbatch keeps from its forward to its backward, with its bytes: tensors made there, or received from other stages.
+
+    A view counts as what it looks at; gathered parameters are none of it.
+    """
+    roots, buckets = find_roots(program), {i.name for i in program.inputs_of("bucket")}
+    made = (n for n in program.nodes if is_forward(n) and not buckets.intersection(n.refs()))
+    there = {o for n in made for o in n.outs if o and o not in roots}
     there |= {i.name for i in program.inputs_of("received")}
     reads = (r for n in program.nodes if n.phase == "backward" and n.region == "body" for r in n.refs())
     return {r: program.types[r].nbytes for r in dict.fromkeys(roots.get(r, r) for r in reads) if r in there}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from autopar._torch import resolve
 from autopar.applied import Applied, find_applied
 from autopar.codegen.emit import Module
 from autopar.codegen.live import profile, stage_profiles
@@ -171,33 +170,6 @@ def _staged_peaks(staged: Staged) -> dict[Phase, int]:
                 if i.kind in ("B", "W"):
                     totals[i.stage] = max(0, found.left - before[i.stage])
     return peaks
-
-
-def saved_bytes(program: LocalProgram) -> int:
-    """Bytes of the values that the forward makes and the backward reads, in one turn of the loop; views count as what they are views of."""
-    base: dict[str, str] = {}
-    forward: set[str] = set()
-    saved: set[str] = set()
-    for node in program.nodes:
-        if node.phase == "backward":
-            saved.update(base.get(r, r) for r in node.refs() if base.get(r, r) in forward)
-        elif node.op == "autopar.member":
-            continue  # a parameter
-        elif _is_view(node):
-            (source, *_) = node.refs()
-            base |= {o: base.get(source, source) for o in node.outs if o}
-        elif not (node.op.startswith("comm.") and node.where.module.startswith("bucket")):
-            forward.update(o for o in node.outs if o)
-    return sum(program.types[name].nbytes for name in saved)
-
-
-def _is_view(node: Node) -> bool:
-    if not node.op.startswith("aten."):
-        return False
-    if node.op == "aten._unsafe_view.default":
-        return True
-    returned = resolve(node.op)._schema.returns
-    return bool(returned) and returned[0].alias_info is not None and bool(node.refs())
 
 
 def uneven_rows(compiled: Compiled, plan: Plan) -> list[Uneven]:

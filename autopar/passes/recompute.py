@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
+from autopar.cost.live import is_forward
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, fresh_name
 
@@ -23,15 +24,10 @@ P = TypeVar("P", bound=LocalProgram)
 SUFFIX = "_again"
 
 
-def can_be_made_again(node: Node) -> bool:
-    """Whether a node is one that the backward may run again: of the forward of a microbatch."""
-    return node.phase == "forward" and node.region == "body" and node.op != "autopar.accumulate"
-
-
 def recompute(program: P, values: Collection[str]) -> P:
     """The program whose backward makes ``values`` again. Those that it doesn't read, and needs for none that it reads, are no matter."""
     again = set(values)
-    makers = {o: n for n in program.nodes if can_be_made_again(n) for o in n.outs if o in again}
+    makers = {o: n for n in program.nodes if is_forward(n) for o in n.outs if o in again}
     types, shardings, wholes = dict(program.types), dict(program.shardings), dict(program.global_types)
     wanted = _wanted(program, makers)
     names: dict[str, str] = {}

@@ -21,12 +21,12 @@ LEVELS = (0, 1, 2, 3)
 
 #: settings of ``recompute`` that are words.
 FULL, SELECTIVE = "full", "selective"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: str) -> int | None:
     """``"80GB"``, ``"1.5 GiB"`` or ``"4096"`` as a number of bytes; None where it says none."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     return int(float(match.group(1)) * _UNITS[match.group(2)]) if match and match.group(2) in _UNITS else None
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from autopar.cost.device import Device
-from autopar.cost.live import Life, find_lives, find_roots, find_runs, is_view, kept_bytes, kept_values, profile
+from autopar.cost.live import Life, find_lives, find_roots, find_runs, is_forward, is_view, kept_bytes, kept_values, profile
 from autopar.errors import PlanError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Program, layer_of
@@ -37,7 +37,7 @@ Rewrite = Callable[[LocalProgram, frozenset[str]], LocalProgram]
 
 def regions_of(program: Program, request: Request) -> dict[str, str]:
     """The region of every value that the forward of a microbatch makes: its layer, or the module that one of the globs names."""
-    forward = [n for n in program.nodes if _is_forward(n)]
+    forward = [n for n in program.nodes if is_forward(n)]
     if isinstance(request, str) or not isinstance(request, Sequence):
         return {o: layer_of(n.where.module) for n in forward for o in n.outs if o}
     found: dict[str, str] = {}
@@ -58,7 +58,7 @@ def check_globs(program: Program, request: Request | None) -> None:
     """Raises PlanError where a glob of a request names no module that the forward calls."""
     if not isinstance(request, tuple):
         return
-    calls = list(dict.fromkeys(path for n in program.nodes if _is_forward(n) for path in _paths(n) if path))
+    calls = list(dict.fromkeys(path for n in program.nodes if is_forward(n) for path in _paths(n) if path))
     for glob in request:
         if not any(fnmatchcase(path, glob) for path in calls):
             raise PlanError(
@@ -133,10 +133,6 @@ def choose_recompute(
     return chooser.least_bytes() if limit is None else chooser.under(limit - held, held)
 
 
-def _is_forward(node: Node) -> bool:
-    return node.phase == "forward" and node.region == "body" and node.op != "autopar.accumulate"
-
-
 class _Chooser:
     """The model of one program. Chains of nodes that are run again don't leave their layer, so that they are short and their time is known.
 
@@ -148,7 +144,7 @@ class _Chooser:
         nodes = program.nodes
         self.roots, self.runs, self.lives = find_roots(program), find_runs(nodes), find_lives(program)
         self.ends = {run: n for n, run in enumerate(self.runs)}
-        self.makers = {o: n for n in nodes if _is_forward(n) for o in n.outs if o}
+        self.makers = {o: n for n in nodes if is_forward(n) for o in n.outs if o}
         self.number = {o: n for n, node in enumerate(nodes) for o in node.outs if o}
         regions = self.find_regions()
         crossing = {r for n in nodes if n.phase == "forward" for r in n.refs() if regions.get(r) != regions.get(n.name)}
@@ -165,7 +161,7 @@ class _Chooser:
         found: dict[str, int] = {}
         count, last = 0, None
         for node in self.program.nodes:
-            if _is_forward(node):
+            if is_forward(node):
                 layer = layer_of(node.where.module)
                 count, last = count + (layer != last), layer
                 found.update((o, count) for o in node.outs if o)
@@ -189,7 +185,7 @@ class _Chooser:
                 elif node.region == "body":
                     done[r] = n if self.runs[n] == self.runs[self.number[r]] else self.ends[self.runs[n]]
         for node in reversed(self.program.nodes):
-            if not _is_forward(node):
+            if not is_forward(node):
                 continue
             at = min((first[self.root(o)] for o in node.outs if o and self.root(o) in first), default=None)
             if at is None or all(self.root(o) in self.fixed for o in node.outs if o):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.api import make_options, parallelize
+from autopar.cost.live import kept_bytes
 from autopar.errors import InputError
 from autopar.inspect import tables
 from autopar.inspect.model import Inspection, inspect_model, state_elements
@@ -135,7 +136,7 @@ def test_memory_by_level() -> None:
 
 def saved(plan: Plan) -> int:
     inspection = inspect_model(gpt.build(), Mesh(dp=2), gpt.batch(8, torch.Generator()), options(plan))
-    return tables.saved_bytes(inspection.compiled.final)
+    return kept_bytes(inspection.compiled.final)
 
 
 def test_activations_of_one_microbatch() -> None:

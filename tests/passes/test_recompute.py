@@ -52,6 +52,12 @@ def test_less_is_kept() -> None:
     assert full < (SIZES["layers"] + 2) * stream + 2 * loss
 
 
+def test_gathered_parameters_are_not_kept() -> None:
+    """What a microbatch keeps is the same whichever way its parameters come."""
+    kept = {zero: kept_bytes(compiled(Mesh(dp=2), zero=zero).final) for zero in (0, 1, 3)}
+    assert kept[0] == kept[1] == kept[3] > 0
+
+
 @pytest.mark.parametrize("request_", ["full", "selective", ("blocks.0", "blocks.*.mlp"), "4MB"])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2"], ids=str)
 def test_equal(mesh: str, request_: Any) -> None:
@@ -178,8 +184,8 @@ def test_bad_requests() -> None:
 
 
 def test_bytes() -> None:
-    assert [parse_bytes(t) for t in ("80GB", "1.5 GiB", "4096", "2kb", "3 m", "x", "1TBx", "full")] == [
-        80 * 10**9, 3 * 2**29, 4096, 2000, 3_000_000, None, None, None,
+    assert [parse_bytes(t) for t in ("80GB", "1.5 GiB", "4096", "2kb", "3 m", "2TB", "x", "1TBx", "full")] == [
+        80 * 10**9, 3 * 2**29, 4096, 2000, 3_000_000, 2 * 10**12, None, None, None,
     ]  # fmt: skip
     assert limit_of(7) == 7 and limit_of("7") == 7 and limit_of("full") is None and limit_of(("a",)) is None
 
