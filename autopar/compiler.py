@@ -27,7 +27,7 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.interleave import interleave
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
-from autopar.passes.recompute import recompute
+from autopar.passes.recompute import recompute_as_asked
 from autopar.passes.regather import regather
 from autopar.passes.ring import unroll_rings
 from autopar.passes.unsort import unsort
@@ -35,7 +35,7 @@ from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import check_globs, choose_recompute, costs_of, held_bytes
+from autopar.plan.recompute import check_globs
 from autopar.progress import Progress
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -170,9 +170,7 @@ def compile_program(
         kept = local
         if plan.recompute is not None and any(True for _ in split.outputs_of("grad")):
             progress.at("recompute")
-            costs = costs_of(local, split, atoms, rules, device)
-            again = choose_recompute(local, plan.recompute, costs, recompute, held=held_bytes(local))
-            kept = recompute(local, again)
+            kept = recompute_as_asked(local, plan.recompute, split, atoms, rules, device)
             check_local(kept)
         progress.at("buckets")
         lanes = interleave(kept, plan.interleave or 1)

@@ -22,11 +22,10 @@ from autopar.passes.check import check_local
 from autopar.passes.check_placements import check_buckets
 from autopar.passes.fuse import fuse
 from autopar.passes.masks import split_masks
-from autopar.passes.recompute import recompute
+from autopar.passes.recompute import recompute_as_asked
 from autopar.passes.regather import regather
 from autopar.passes.stages import cut_points, cut_stages
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import choose_recompute, costs_of, held_bytes
 from autopar.plan.schedule import SEARCH, search_schedule
 from autopar.plan.stages import choose_cuts
 from autopar.progress import Progress
@@ -119,12 +118,10 @@ def cut_pipeline(
         program = programs[s]
         if plan.recompute is not None and trained:
             progress.at("recompute")
-            others = peak_live(schedule).stages[s] - 1
-            costs = costs_of(program, split, atoms, rules, device)
             # beside the message that a task has the next one is awaited, and two sends of a channel may be under way
-            held = held_bytes(program) + 2 * sum(program.types[c.value].nbytes for c in program.crossings)
-            again = choose_recompute(program, plan.recompute, costs, recompute, held=held, others=others)
-            program = recompute(program, again)
+            messages = 2 * sum(program.types[c.value].nbytes for c in program.crossings)
+            others = peak_live(schedule).stages[s] - 1
+            program = recompute_as_asked(program, plan.recompute, split, atoms, rules, device, held=messages, others=others)
             check_local(program)
         progress.at("buckets")
         made = _buckets(program, groups, plan, s, zero, like)

@@ -28,6 +28,7 @@ from peers import (
     forget_peak,
     fsdp2,
     peak_rss,
+    picked,
     race,
     run_ranks,
     said,
@@ -127,10 +128,7 @@ def main() -> int:
     if args.worker:
         worker(partial(measure, Settings(**json.loads(args.worker))), Path(args.out))
         return 0
-    names = [name.strip() for name in args.only.split(",")] if args.only else list(CONTESTANTS)
-    unknown = [name for name in names if name not in CONTESTANTS]
-    if unknown:
-        parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    names = picked(parser, args.only, CONTESTANTS)
     print(
         f"torch {torch.__version__}, models/gpt.py preset {args.preset}, float32, global batch {args.batch}, {args.ranks} local ranks; MiB"
     )

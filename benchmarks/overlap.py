@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import MIB, Settings, batches, build, everyone, hosts_missing, run_ranks, settle, worker
+from peers import MIB, Settings, batches, build, everyone, hosts_missing, picked, run_ranks, settle, worker
 from tabulate import tabulate
 from torch import Tensor
 
@@ -255,10 +255,7 @@ def main() -> int:
     if args.worker:
         worker(partial(race, Settings(**json.loads(args.worker))), Path(args.out))
         return 0
-    names = [name.strip() for name in args.only.split(",")] if args.only else list(PLANS)
-    unknown = [name for name in names if name not in PLANS]
-    if unknown:
-        parser.error(f"no plan {unknown[0]!r}; there are {', '.join(PLANS)}")
+    names = picked(parser, args.only, PLANS)
     settings = Settings(names, "gpt", args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout)
     what = f"models/gpt.py preset {args.preset}, float32, global batch {args.batch}"
     print(f"torch {torch.__version__}, {what}, {args.ranks} ranks of 1 thread;")

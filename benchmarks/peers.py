@@ -692,10 +692,7 @@ def main() -> int:
         return 0
     if args.check_bytes:
         return check_bytes(args.timeout)
-    names = [name.strip() for name in args.only.split(",")] if args.only else list(CONTESTANTS)
-    unknown = [name for name in names if name not in CONTESTANTS]
-    if unknown:
-        parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    names = picked(parser, args.only, CONTESTANTS)
     left_out = why_not(names, args.model)
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}")
@@ -735,6 +732,15 @@ def main() -> int:
     if args.json:
         Path(args.json).write_text(json.dumps({"alone": alone, "links": measured}, indent=1))
     return 0
+
+
+def picked(parser: argparse.ArgumentParser, only: str | None, table: Mapping[str, Any]) -> list[str]:
+    """The names of a table that an option asks for; all without one. Ends the program where one isn't there."""
+    names = [name.strip() for name in only.split(",")] if only else list(table)
+    unknown = [name for name in names if name not in table]
+    if unknown:
+        parser.error(f"there is no {unknown[0]!r}; there are {', '.join(table)}")
+    return names
 
 
 def check_bytes(timeout: float) -> int:

@@ -34,6 +34,7 @@ from peers import (
     check_losses,
     everyone,
     hosts_missing,
+    picked,
     plain,
     race,
     ratios,
@@ -305,10 +306,7 @@ def main() -> int:
         told = Stages(**json.loads(args.worker))
         worker(partial(race, told, CONTESTANTS), Path(args.out))
         return 0
-    names = [name.strip() for name in args.only.split(",")] if args.only else list(CONTESTANTS)
-    unknown = [name for name in names if name not in CONTESTANTS]
-    if unknown:
-        parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    names = picked(parser, args.only, CONTESTANTS)
     if args.batch % args.microbatches:
         parser.error(f"{args.batch} rows don't divide by {args.microbatches} microbatches")
     missing = hosts_missing() if any(link != "loopback" for link in args.links.split(",")) else ""

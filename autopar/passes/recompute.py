@@ -14,9 +14,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TypeVar
 
+from autopar.cost.device import Device
 from autopar.cost.live import is_forward
 from autopar.ir.local import LocalProgram
-from autopar.ir.program import Node, fresh_name
+from autopar.ir.program import Node, Program, fresh_name
+from autopar.plan.recompute import Request, choose_recompute, costs_of, held_bytes
+from autopar.rules import Rules
+from autopar.rules.atoms import Atoms
 
 P = TypeVar("P", bound=LocalProgram)
 
@@ -69,6 +73,19 @@ def recompute(program: P, values: Collection[str]) -> P:
             node = node.reading([names.get(r, r) for r in node.refs()])
         nodes.append(node)
     return replace(program, nodes=tuple(nodes), types=types, shardings=shardings, global_types=wholes)
+
+
+def recompute_as_asked(
+    program: P, request: Request, split: Program, atoms: Atoms, rules: Rules, device: Device, *, held: int = 0, others: int = 0
+) -> P:
+    """The program whose backward makes again what a plan's ``recompute`` asks for.
+
+    Args:
+        split: the whole program that this one is of; ``atoms`` are its.
+        held, others: as in ``choose_recompute``, beside parameters and buffers.
+    """
+    costs = costs_of(program, split, atoms, rules, device)
+    return recompute(program, choose_recompute(program, request, costs, recompute, held=held + held_bytes(program), others=others))
 
 
 def _wanted(program: LocalProgram, makers: dict[str, Node]) -> set[str]:

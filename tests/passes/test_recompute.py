@@ -101,7 +101,7 @@ def test_another_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tuple(nodes) != found.nodes
         return replace(found, nodes=tuple(nodes))
 
-    monkeypatch.setattr("autopar.compiler.recompute", faulty)
+    monkeypatch.setattr(module, "recompute", faulty)
     assert not verify(model(), Mesh(dp=2), BATCH, plan=Plan(recompute="full")).ok
 
 
