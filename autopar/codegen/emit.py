@@ -116,7 +116,7 @@ class Emitter:
     buckets: set[str] = field(default_factory=set)
     flats: list[str] = field(default_factory=list)  # given by the caller
     taken: dict[str, int] = field(default_factory=dict)  # flat tensor that a step takes memory for -> its elements
-    parts: dict[str, str] = field(default_factory=dict)  # what is left of one, or the sum of it over microbatches -> its memory
+    parts: dict[str, str] = field(default_factory=dict)  # gradients of a bucket as the caller gets them -> their memory, given by it
     open: set[str] = field(default_factory=set)  # those of them that there are, in the statements so far
     reducing: list[str] = field(default_factory=list)  # their reductions under way
     gathered: dict[str, str] = field(default_factory=dict)  # what lies in memory taken for a gather -> the gathered value
@@ -170,6 +170,9 @@ class Emitter:
             self.flats.append(f"{bucket.name}_part")
             if made[final[bucket.name]].op in ("comm.reduce_scatter", "autopar.accumulate"):
                 self.parts[final[bucket.name]] = self.flats[-1]
+        if self.program.zero == 0:  # the sums of all owners go where the shares were
+            summed = {b.name for b in self.program.buckets if b.partial and b.partial == b.axes}
+            self.parts = {v: packs[name] for name, v in final.items() if name in summed and made[v].op == "comm.all_gather"}
         if self.program.zero < 3:
             return
         for node in self.program.nodes:
@@ -298,9 +301,9 @@ class Emitter:
         reads = [value.name]
         if value.name in self.taken:
             args.append("spent=True")
-            if node.outs[0] in self.parts:
-                reads.append(self.parts[node.outs[0]])
-                args.append(f"out={reads[1]}")
+        if node.outs[0] in self.parts:
+            reads.append(self.parts[node.outs[0]])
+            args.append(f"out={reads[1]}")
         elif node.op == "comm.all_gather" and value.name in self.buckets:
             kind = self.program.types[node.outs[0]]
             args.append(f"out=comm.empty({kind.numel}, {kind.dtype})")
