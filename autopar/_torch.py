@@ -41,6 +41,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _checkpoint_hook
 
 from autopar.ir.program import TensorType
 
@@ -49,7 +50,7 @@ __all__ = [
     "GradAOTOutput", "HigherOrderOperator", "InputMutationAOTOutput", "OpOverload", "ParamAOTInput", "PlainAOTInput",
     "PlainAOTOutput", "ReplaceMode", "TangentAOTInput", "TreeSpec", "UnsupportedOperatorException", "accumulation_leaves",
     "annotate", "argument_position", "compiling", "effect_of", "fake_like", "fake_mode", "infer", "is_accumulation", "is_random",
-    "is_wrapped", "no_mkldnn", "resolve", "takes_dtype", "trace_joint", "tree_flatten",
+    "is_wrapped", "no_mkldnn", "recompute_region", "resolve", "takes_dtype", "trace_joint", "tree_flatten",
     "tree_leaves", "tree_map", "tree_paths", "tree_unflatten",
 ]  # fmt: skip
 
@@ -58,6 +59,12 @@ TreeSpec = pytree.TreeSpec
 TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTInput, BackwardTokenAOTOutput)
 #: base class of modes that see every ATen call and may answer it with something else: override ``__torch_dispatch__``.
 ReplaceMode = TorchDispatchMode
+
+
+def recompute_region() -> Any:
+    """An object of the innermost call of ``torch.utils.checkpoint`` whose forward is running, each time the same; None outside of them."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks and getattr(hooks[0], "__qualname__", "").startswith(f"{_checkpoint_hook.__qualname__}.") else None
 
 
 # -- trees ---------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from autopar.errors import PlanError
 from autopar.ir.program import layer_of
 from autopar.passes.recompute import SUFFIX
 from autopar.plan.plan import Plan, limit_of
+from autopar.plan.recompute import is_asked
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
         what = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}[plan.zero]
         done = f"{what} of {len(shared)} of {len(spec.buckets)} buckets shared out over {axes}: {part:,} of {whole:,} bytes a rank"
         yield f"zero={plan.zero}", done if shared else "", "no parameter is held by several ranks"
+    if plan.zero_ranks is not None:
+        copied = [b for b in spec.buckets if b.copies]
+        copies = max((mesh.count(b.copies) for b in copied), default=0)
+        done = f"each part of {len(copied)} of {len(spec.buckets)} buckets is held by {copies} ranks" if copied else ""
+        yield f"zero_ranks={plan.zero_ranks}", done, f"dp={mesh['dp']} has no more ranks"
     if plan.regather is False:
         done = "what the forward gathers is kept for the backward" if plan.zero == 3 and compiled.pipeline is None else ""
         yield "regather=False", done, "stages gather for each task" if plan.zero == 3 else "only ZeRO 3 gathers parameters in a step"
@@ -58,13 +64,14 @@ def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
         split = [n for n, row in compiled.atoms.rows.items() if row.ring is not None] if mesh["cp"] > 1 else []
         why = "the mesh has no cp" if mesh["cp"] == 1 else "no attention is fused and without dropout and a mask of its own"
         yield f"context={plan.context!r}", f"{len(split)} attentions, forward and backward, over cp" if split else "", why
-    if plan.recompute:
+    if plan.recompute or plan.recompute is None and is_asked(compiled.split, None):
         again = {n.where.module or "(model)" for p in finals for n in p.nodes if any(o.endswith(SUFFIX) for o in n.outs)}
         count = sum(any(o.endswith(SUFFIX) for o in n.outs) for p in finals for n in p.nodes)
         before, after = kept_bytes(compiled.local), sum(kept_bytes(p) for p in finals)
         kept = "" if compiled.pipeline is not None else f": {after:,} instead of {before:,} bytes of a microbatch are kept"
         where = ", ".join(sorted(again)[:4]) + (", ..." if len(again) > 4 else "")
-        yield f"recompute={plan.recompute!r}", f"{count} nodes run again in {where}{kept}" if count else "", _nothing_again(compiled, plan)
+        asked = f"recompute={plan.recompute!r}" if plan.recompute else "torch.utils.checkpoint"
+        yield asked, f"{count} nodes run again in {where}{kept}" if count else "", _nothing_again(compiled, plan)
     if (plan.interleave or 1) > 1:
         hidden = sum(n.op.startswith("comm.") and not n.where.module.startswith("bucket") for p in finals for n in p.nodes)
         yield f"interleave={plan.interleave}", f"{hidden} collectives between the lanes" if hidden else "", "no layer talks to other ranks"

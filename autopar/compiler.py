@@ -35,7 +35,7 @@ from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import check_globs
+from autopar.plan.recompute import check_globs, is_asked
 from autopar.progress import Progress
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -132,6 +132,8 @@ def compile_program(
             f"Plan(interleave={plan.interleave}) on a mesh with stages", why="a schedule of stages says itself which microbatch runs when",
             hint="leave interleave or pp out",
         )  # fmt: skip
+    if mesh["dp"] % (plan.zero_ranks or 1):
+        raise PlanError(f"Plan(zero_ranks={plan.zero_ranks}) doesn't divide the mesh's dp={mesh['dp']}", hint="a divisor of dp")
     whole, mesh = mesh, mesh.without("pp")
     progress = progress or Progress()
     progress.at("canonicalize")
@@ -168,7 +170,7 @@ def compile_program(
                 rules=rules, device=device, pipeline=staged,
             )  # fmt: skip
         kept = local
-        if plan.recompute is not None and any(True for _ in split.outputs_of("grad")):
+        if is_asked(split, plan.recompute) and any(True for _ in split.outputs_of("grad")):
             progress.at("recompute")
             kept = recompute_as_asked(local, plan.recompute, split, atoms, rules, device)
             check_local(kept)
@@ -177,7 +179,7 @@ def compile_program(
         trained = any(True for _ in split.outputs_of("grad"))
         buckets: tuple[Bucket, ...]
         if like is None:
-            buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP, zero=zero)
+            buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP, zero=zero, ranks=plan.zero_ranks)
         else:
             buckets = same_buckets(like.spec.buckets, lanes) if trained else like.spec.buckets
         final = fuse(regather(bucketize(lanes, buckets, zero), plan.regather is not False))

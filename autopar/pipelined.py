@@ -26,6 +26,7 @@ from autopar.passes.recompute import recompute_as_asked
 from autopar.passes.regather import regather
 from autopar.passes.stages import cut_points, cut_stages
 from autopar.plan.plan import Plan
+from autopar.plan.recompute import is_asked
 from autopar.plan.schedule import SEARCH, search_schedule
 from autopar.plan.stages import choose_cuts
 from autopar.progress import Progress
@@ -116,7 +117,7 @@ def cut_pipeline(
         if rank != coordinate:
             continue
         program = programs[s]
-        if plan.recompute is not None and trained:
+        if is_asked(program, plan.recompute) and trained:
             progress.at("recompute")
             # beside the message that a task has the next one is awaited, and two sends of a channel may be under way
             messages = 2 * sum(program.types[c.value].nbytes for c in program.crossings)
@@ -154,7 +155,7 @@ def _buckets(
     program: StageProgram, groups: Mapping[str, int], plan: Plan, stage: int, zero: int, like: Staged | None
 ) -> tuple[Bucket, ...]:
     if like is None:
-        return make_buckets(program, groups, plan.buckets or CAP, prefix=f"stage{stage}_", zero=zero)
+        return make_buckets(program, groups, plan.buckets or CAP, prefix=f"stage{stage}_", zero=zero, ranks=plan.zero_ranks)
     kept = like.programs[stage].buckets
     return same_buckets(kept, program) if any(True for _ in program.outputs_of("grad")) else kept
 

@@ -25,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shares import shares
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -61,7 +63,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Settings:
-    """What a worker is told."""
+    """What a worker is told. ``share``: of a core, for each rank (0: as it comes), by what it writes to its one of ``files``."""
 
     names: list[str]
     model: str = "gpt"
@@ -72,6 +74,8 @@ class Settings:
     blocks: int = 5
     timeout: float = 900.0
     check_bytes: bool = False
+    share: float = 0.0
+    files: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -507,9 +511,11 @@ def count_bytes(settings: Settings) -> list[list[Any]]:
     return lines
 
 
-def worker(measure: Callable[[], Any], out: Path) -> None:
-    """One rank. Rank 0 writes what was found."""
+def worker(measure: Callable[[], Any], out: Path, files: Sequence[int] = ()) -> None:
+    """One rank. Rank 0 writes what was found. ``files``: of ``Settings``."""
     torch.set_num_threads(1)
+    if files:
+        os.write(files[int(os.environ["RANK"])], b"0")
     # many models are compiled in these processes, and none of them may fall back to eager
     torch.compiler.config.recompile_limit, torch.compiler.config.fail_on_recompile_limit_hit = 64, True
     dist.init_process_group("gloo")
@@ -548,9 +554,9 @@ def run_ranks(settings: Settings, link: str, ranks: int = 2, script: str = __fil
     Args:
         script: what every rank runs, with ``--worker`` and ``--out``.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, shares(ranks, settings.share) if settings.share else nullcontext([]) as files:
         out, log = Path(folder, "found.json"), Path(folder, "log")
-        told = json.dumps(settings.__dict__)
+        told = json.dumps(settings.__dict__ | {"files": files})
         command = [sys.executable, str(Path(script).resolve()), "--worker", told, "--out", str(out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), "HOSTS_LOG": str(log)}
         if len(settings.names) == 1:  # a first step is one without what earlier runs have compiled
@@ -563,10 +569,10 @@ def run_ranks(settings: Settings, link: str, ranks: int = 2, script: str = __fil
                         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
                         with open(f"{log}.{rank}", "wb") as text:
                             own |= {"GLOO_SOCKET_IFNAME": "lo"}
-                            running.append(subprocess.Popen(command, env=env | own, stdout=text, stderr=subprocess.STDOUT))
+                            running.append(subprocess.Popen(command, env=env | own, stdout=text, stderr=subprocess.STDOUT, pass_fds=files))
                 else:
                     line = [str(HOSTS), str(ranks), link, *command]
-                    running.append(subprocess.Popen(line, env=env, stdout=first, stderr=subprocess.STDOUT))
+                    running.append(subprocess.Popen(line, env=env, stdout=first, stderr=subprocess.STDOUT, pass_fds=files))
             codes = [process.wait(timeout=settings.timeout) for process in running]
         except subprocess.TimeoutExpired:
             codes = [-1]

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import shares
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -295,6 +296,7 @@ def main() -> int:
     parser.add_argument("--steps-per-block", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=5, help="measured blocks of each contestant; one more warms up")
     parser.add_argument("--links", default="loopback,1gbit", help="loopback, or rates of emulated hosts' links")
+    parser.add_argument("--share", type=float, default=0.0, help="of a core, for each rank: more ranks than cores run as if each had one")
     parser.add_argument("--only", help=f"contestants, of {', '.join(CONTESTANTS)}; default all")
     parser.add_argument("--no-alone", action="store_true", help="skip the runs that measure memory")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds that one run may take")
@@ -304,11 +306,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.worker:
         told = Stages(**json.loads(args.worker))
-        worker(partial(race, told, CONTESTANTS), Path(args.out))
+        worker(partial(race, told, CONTESTANTS), Path(args.out), told.files)
         return 0
     names = picked(parser, args.only, CONTESTANTS)
     if args.batch % args.microbatches:
         parser.error(f"{args.batch} rows don't divide by {args.microbatches} microbatches")
+    if args.share and (why := shares.missing()):
+        parser.error(why)
     missing = hosts_missing() if any(link != "loopback" for link in args.links.split(",")) else ""
     cores = len(os.sched_getaffinity(0))
     what = f"models/gpt.py preset {args.preset}, float32, global batch {args.batch}, {args.microbatches} microbatches, AdamW"
@@ -321,11 +325,12 @@ def main() -> int:
     for ranks in map(int, args.ranks.split(",")):
         settings = Stages(
             [], "gpt", args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout, ranks=ranks,
-            microbatches=args.microbatches,
+            microbatches=args.microbatches, share=args.share,
         )  # fmt: skip
         left_out = why_not(names, settings)
         settings.names = [name for name in names if name not in left_out]
-        print(f"\npp={ranks}" + (f": {ranks} ranks compete for {cores} cores, only ratios say something" if ranks > cores else ""))
+        competing = f": {ranks} ranks compete for {cores} cores, only ratios say something" if ranks > cores else ""
+        print(f"\npp={ranks}" + (f": each rank has {args.share:g} of a core" if args.share else competing))
         for name, reason in left_out.items():
             print(f"{name} is left out: {reason}")
         alone: dict[str, Any] = {}

@@ -443,7 +443,10 @@ class _Placed:
 
 def _annotated(node: fx.Node) -> Where | None:
     found = node.meta.get("custom", {}).get(KEY)
-    return Where(*found) if found is not None else None
+    if found is None:
+        return None
+    module, file, line, code, again = found
+    return Where(module, file, line, code, again=again)
 
 
 def _stem(phase: Phase, where: Where) -> str:

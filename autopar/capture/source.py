@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import annotate
+from autopar._torch import annotate, recompute_region
 from autopar.capture.rewritten import REWRITTEN
 from autopar.ir.program import Where
 
@@ -126,6 +126,7 @@ class SourceMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.modules, self.before, self.after = modules, before, after
+        self.regions: dict[Any, int] = {}  # of the model's own recompute, and their numbers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUIET:
@@ -137,7 +138,9 @@ class SourceMode(TorchFunctionMode):
         if func in _MOVES:
             func = Tensor.cpu
         func = REWRITTEN.get(func, func)
-        with annotate({KEY: (where.module, where.file, where.line, where.code)}):
+        region = recompute_region()
+        again = 0 if region is None else self.regions.setdefault(region, len(self.regions) + 1)
+        with annotate({KEY: (where.module, where.file, where.line, where.code, again)}):
             result = func(*args, **kwargs)
         if self.after is not None:
             self.after(getattr(func, "__name__", ""), (args, kwargs), result)

@@ -162,14 +162,16 @@ class Emitter:
         """
         made, final = self.program.producers(), {o.path: o.value for o in self.program.outputs_of("bucket")}
         for bucket in [b for b in self.program.buckets if b.name in packs]:
-            flat = packs[bucket.name]
-            if self.program.zero < 2 or final[bucket.name] == flat:
+            flat, own = packs[bucket.name], final[bucket.name]
+            if own in made and made[own].op == "comm.all_reduce":  # done in place
+                own = made[own].refs()[0]
+            if self.program.zero < 2 or own == flat:
                 self.flats.append(flat)
                 continue
             self.taken[flat] = bucket.numel
             self.flats.append(f"{bucket.name}_part")
-            if made[final[bucket.name]].op in ("comm.reduce_scatter", "autopar.accumulate"):
-                self.parts[final[bucket.name]] = self.flats[-1]
+            if made[own].op in ("comm.reduce_scatter", "autopar.accumulate"):
+                self.parts[own] = self.flats[-1]
         if self.program.zero == 0:  # the sums of all owners go where the shares were
             summed = {b.name for b in self.program.buckets if b.partial and b.partial == b.axes}
             self.parts = {v: packs[name] for name, v in final.items() if name in summed and made[v].op == "comm.all_gather"}
@@ -307,6 +309,8 @@ class Emitter:
         elif node.op == "comm.all_gather" and value.name in self.buckets:
             kind = self.program.types[node.outs[0]]
             args.append(f"out=comm.empty({kind.numel}, {kind.dtype})")
+        elif node.op == "comm.all_reduce" and node.where.module in self.buckets:
+            args.append(f"out={value.name}")
         elif node.op == "comm.reduce_scatter" and value.name in self.flats:  # its memory is ours to write to
             part = self.program.types[node.outs[0]].shape[0]
             args.append(f"out=ops.own({value.name}, comm, {_axes(axes)}, {part})")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autopar.ir.program import Node, Offset, Ref
+from autopar.layout.mesh import axis_of
 
 WIDTH = 140
 
@@ -50,9 +51,15 @@ def offset(value: Offset) -> str:
     """A number that depends on the rank, as an expression of its coordinates ``c`` and the microbatch ``mb``."""
     parts = []
     for axis, stride in value.terms:
-        coordinate = "mb" if axis == "mb" else f'c["{axis}"]'
+        coordinate = "mb" if axis == "mb" else _coordinate(axis)
         parts.append(coordinate if stride == 1 else f"{coordinate} * {stride}")
     return " + ".join([*parts, str(value.base)] if value.base or not parts else parts)
+
+
+def _coordinate(name: str) -> str:
+    axis = axis_of(name)
+    part = name[len(axis) :].replace("%", " % ").replace("/", " // ")
+    return f'(c["{axis}"]{part})' if part else f'c["{axis}"]'
 
 
 #: ops that print as methods of their first tensor: op -> (method, most arguments).

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from autopar.layout.mesh import coordinate
+
 Phase = Literal["forward", "backward"]
 #: when a node runs relative to the loop over microbatches: once before it, in it, once after it.
 Region = Literal["pre", "body", "post"]
@@ -36,7 +38,7 @@ class Offset:
     base: int = 0
 
     def at(self, coords: Mapping[str, int]) -> int:
-        return self.base + sum(coords[axis] * stride for axis, stride in self.terms)
+        return self.base + sum(coordinate(coords, axis) * stride for axis, stride in self.terms)
 
     def __repr__(self) -> str:
         terms = [f"{axis}*{stride}" for axis, stride in self.terms]
@@ -71,6 +73,7 @@ class Where:
 
     ``order``: autograd's number of the forward operation that it is, or whose gradient it computes; -1 unknown. It orders the calls of
     modules, also of one that is called twice.
+    ``again``: the number of the model's own recompute region (``torch.utils.checkpoint``) that it ran in; 0 none.
     """
 
     module: str = ""
@@ -78,6 +81,7 @@ class Where:
     line: int = 0
     code: str = ""
     order: int = field(default=-1, compare=False, repr=False)
+    again: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "?"

@@ -15,11 +15,38 @@ MICROBATCH = "mb"
 AXES = ("pp", "dp", "ep", "cp", "tp", MICROBATCH)
 
 
+def within(axis: str, ranks: int) -> str:
+    """The part of an axis along which blocks of so many neighbours extend: ``dp%4``, of size 4."""
+    return f"{axis}%{ranks}"
+
+
+def across(axis: str, ranks: int) -> str:
+    """The part of an axis along which such blocks follow each other: ``dp/4``."""
+    return f"{axis}/{ranks}"
+
+
+def axis_of(name: str) -> str:
+    """The axis that an axis or a part of one belongs to."""
+    return name.partition("%")[0].partition("/")[0]
+
+
+def _block(name: str) -> int:
+    """The length of the blocks into which a part of an axis cuts it; 0 for a whole axis."""
+    return int(name[len(axis_of(name)) + 1 :] or 0)
+
+
+def coordinate(coords: Mapping[str, int], name: str) -> int:
+    """The coordinate along an axis or a part of one, from those along axes (axes left out count as 0)."""
+    at, block = coords.get(axis_of(name), 0), _block(name)
+    return at if not block else at % block if "%" in name else at // block
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Named axes, outermost (slowest varying rank) first: ``Mesh(dp=2, tp=4)`` has 8 ranks.
 
-    The rank of a coordinate is its row-major index. Text form: ``dp=2,tp=4`` (``Mesh.parse`` reads it back).
+    The rank of a coordinate is its row-major index. Text form: ``dp=2,tp=4`` (``Mesh.parse`` reads it back). Sizes, groups and places are
+    also those of parts of axes (``within``, ``across``): of ``dp=8``, ``dp%4`` has size 4 and ``dp/4`` size 2.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -69,8 +96,10 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def __getitem__(self, axis: str) -> int:
-        """The size of an axis; 1 where the mesh doesn't have it."""
-        return self._sizes.get(axis, 1)
+        """The size of an axis, or of a part of one; 1 where the mesh doesn't have it."""
+        if axis in self._sizes or not _block(axis):
+            return self._sizes.get(axis, 1)
+        return _block(axis) if "%" in axis else self[axis_of(axis)] // _block(axis)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -100,7 +129,7 @@ class Mesh:
         """Position of a rank within its group over several axes, the first axis major."""
         coords, index = self.coords(rank), 0
         for axis in axes:
-            index = index * self[axis] + coords.get(axis, 0)
+            index = index * self[axis] + coordinate(coords, axis)
         return index
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
@@ -108,7 +137,7 @@ class Mesh:
         axes, coords = tuple(axes), self.coords(rank)
         ranks = [coords]
         for axis in axes:
-            ranks = [{**c, axis: i} for c in ranks for i in range(self[axis])]
+            ranks = [_moved(c, axis, i) for c in ranks for i in range(self[axis])]
         return tuple(self.rank(c) for c in ranks)
 
     def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
@@ -119,3 +148,10 @@ class Mesh:
             if group[0] not in seen:
                 seen.add(group[0])
                 yield group
+
+
+def _moved(coords: Mapping[str, int], name: str, to: int) -> dict[str, int]:
+    """Coordinates with another one along an axis or a part of one."""
+    axis, block = axis_of(name), _block(name)
+    at = coords.get(axis, 0)
+    return {**coords, axis: to if not block else at // block * block + to if "%" in name else to * block + at % block}

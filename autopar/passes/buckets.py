@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from autopar.errors import InputError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Input, Node, Offset, Output, Ref, TensorType, Where, layer_of
-from autopar.layout.bucket import Bucket, Member, padded
+from autopar.layout.bucket import Bucket, Member, padded, share_out
+from autopar.layout.mesh import axis_of
 
 P = TypeVar("P", bound=LocalProgram)
 
@@ -18,7 +19,9 @@ P = TypeVar("P", bound=LocalProgram)
 CAP = 25 * 2**20
 
 
-def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CAP, prefix: str = "", zero: int = 1) -> tuple[Bucket, ...]:
+def make_buckets(
+    program: LocalProgram, groups: Mapping[str, int], cap: int = CAP, prefix: str = "", zero: int = 1, ranks: int | None = None
+) -> tuple[Bucket, ...]:
     """Buckets of the parameters that have gradients, in the order in which the backward makes them.
 
     Args:
@@ -26,6 +29,7 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
         cap: bytes of a bucket's flat tensor after which the next is begun; a parameter of half of it is a bucket of its own.
         prefix: of the buckets' names.
         zero: from 2 on a bucket holds only gradients that are reduced in the same place; at 3, parameters of one layer.
+        ranks: neighbours along ``dp`` that own parts, of which the others hold copies; None: all own parts.
     """
     mesh = program.mesh
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
@@ -59,8 +63,10 @@ def make_buckets(program: LocalProgram, groups: Mapping[str, int], cap: int = CA
     closed.sort(key=lambda item: order[item[1][-1].path])
     buckets = []
     for n, ((dtype, group, axes, partial, *_), members) in enumerate(closed):
-        numel = padded(members[-1].offset + members[-1].numel, mesh.count(axes))
-        buckets.append(Bucket(f"{prefix}bucket{n}", dtype, group, axes, partial, tuple(members), numel))
+        owning, copies = share_out(axes, mesh, ranks)
+        over = tuple(a for a in (*owning, *copies) if axis_of(a) in partial)
+        numel = padded(members[-1].offset + members[-1].numel, mesh.count(owning))
+        buckets.append(Bucket(f"{prefix}bucket{n}", dtype, group, owning, over, tuple(members), numel, copies))
     return tuple(buckets)
 
 
@@ -90,6 +96,7 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
     taken: set[str] = set()  # sums over microbatches that are parts of buckets instead
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
     tail: list[Node] = []
+    waiting: list[Node] = []  # the last bucket's sum over copies
 
     for bucket in buckets:
 
@@ -127,7 +134,8 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
                 taken.add(value)
                 value = turns[value]
             shares.append(value)
-            whole = [a for a in bucket.partial if program.shardings[value].on(a).kind != "partial"]
+            over = dict.fromkeys(axis_of(a) for a in bucket.partial)
+            whole = [a for a in over if program.shardings[value].on(a).kind != "partial"]
             if whole:  # reduced already, unlike the rest of the bucket: its sum counts one rank's
                 indices = tuple(Offset(((a, 1),)) for a in whole)
                 value = add("autopar.once", (Ref(value), *indices), f"{value}_once", m.shape, nodes, "backward", post)
@@ -143,20 +151,29 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
             sizes[at] = 1
             shape = (math.prod(sizes) * part,)
             own = (Ref(flat), atoms, at, Offset(((axis, 1),)), 1, shape)
-            flat = add("autopar.piece", own, f"{bucket.name}_grad_{axis}", shape, nodes, "backward", post)
-        if bucket.partial:
-            args = (Ref(flat), bucket.partial, 0, "sum")
+            flat = add("autopar.piece", own, f"{bucket.name}_grad_{axis_of(axis)}", shape, nodes, "backward", post)
+        if bucket.scattered:
+            args = (Ref(flat), bucket.scattered, 0, "sum")
             flat = add("comm.reduce_scatter", args, f"{bucket.name}_grad_own", (part,), nodes, "backward", post)
         if zero == 0 and owners > 1:
             flat = add("comm.all_gather", (Ref(flat), bucket.axes, 0), f"{bucket.name}_grad_all", (bucket.numel,), nodes, "backward", post)
         last = max(shares, key=lambda v: position.get(v, -1))
         if each_turn:
             flat = add("autopar.accumulate", (Ref(flat), "sum"), f"{bucket.name}_grad_sum", (part,), tail, "backward", "post")
+        if waiting and waiting[0].region == post:  # started when the reduction that it needs had the time of a bucket
+            nodes += waiting
+            waiting = []
+        if bucket.summed:
+            tail += waiting
+            waiting = []
+            when = "post" if each_turn else post
+            flat = add("comm.all_reduce", (Ref(flat), bucket.summed, "sum"), f"{bucket.name}_grad_all", (part,), waiting, "backward", when)
         outputs.append(Output(flat, "bucket", bucket.name))
         if last in position:
             here.setdefault(last, []).extend(nodes)
         else:
             tail.extend(nodes)
+    tail += waiting
 
     body: list[Node] = []
     for node in program.nodes:
@@ -208,5 +225,5 @@ def same_buckets(buckets: tuple[Bucket, ...], local: LocalProgram) -> tuple[Buck
     out = []
     for bucket in buckets:
         over = {a for m in bucket.members for a in made[m.path].partial}
-        out.append(replace(bucket, partial=tuple(a for a in bucket.axes if a in over)))
+        out.append(replace(bucket, partial=tuple(a for a in (*bucket.axes, *bucket.copies) if axis_of(a) in over)))
     return tuple(out)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import VerifyError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Program
+from autopar.layout.mesh import axis_of
 from autopar.layout.sharding import REPLICATE, Placement, Sharding, partial, shard
 from autopar.rules.atoms import Atoms, factor_positions
 from autopar.rules.row import Row
@@ -203,19 +204,19 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
         elif node.op == "autopar.pack":
             packs[node.where.module] = node
     for bucket in final.buckets:
-        end = 0
+        end, owners, copies = 0, bucket.owners(mesh), mesh.count(bucket.copies)
         for m in bucket.members:
             sharding = local.shardings[params[m.path]] if m.path in params else m.sharding
             if m.offset < end or m.sharding != sharding or m.shape != sharding.local_shape(mesh):
                 raise VerifyError(f"{m.path} in {bucket.name} overlaps or isn't the piece of {sharding}: {m}")
             end = m.offset + m.numel
             shared = tuple(a for a, n in mesh.axes if n > 1 and sharding.on(a) == REPLICATE)
-            if shared != bucket.axes:
-                raise VerifyError(f"{m.path} is shared over {shared}, its bucket {bucket.name} over {bucket.axes}")
+            if set(shared) != {axis_of(a) for a in (*bucket.axes, *bucket.copies)} or mesh.count(shared) != owners * copies:
+                over = f"{bucket.axes}, with copies over {bucket.copies}"
+                raise VerifyError(f"{m.path} is shared over {shared}, its bucket {bucket.name} over {over}")
             view = views.get(params.get(m.path, ""))
             if view is not None and view.args[1:] != (m.offset, m.shape):
                 raise VerifyError(f"{m.path} is read at {view.args[1:]} of {bucket.name} and lies at {(m.offset, m.shape)}")
-        owners = bucket.owners(mesh)
         if not end <= bucket.numel < end + owners or bucket.numel % owners:
             raise VerifyError(f"{bucket.name} of {bucket.numel} elements isn't {owners} equal parts that just hold {end}")
         if not grads:
@@ -225,7 +226,10 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
         wanted = tuple(grads[m.path] for m in bucket.members)
         if final.zero >= 2 and pack.region == "body" and final.microbatches > 1:  # each microbatch's, whose parts are summed
             wanted = tuple(totals[g].refs()[0] if g in totals else "" for g in wanted)
-            if made.get(sums[bucket.name], pack).op != "autopar.accumulate":
+            total = made.get(sums[bucket.name], pack)
+            if total.op == "comm.all_reduce":  # over copies, when the parts are complete
+                total = made.get(total.refs()[0], pack)
+            if total.op != "autopar.accumulate":
                 raise VerifyError(f"the parts of {bucket.name} that microbatches make aren't summed")
         if names != wanted:
             raise VerifyError(f"the gradients packed into {bucket.name} aren't those of its members in order")
@@ -235,7 +239,7 @@ def check_buckets(final: LocalProgram, local: LocalProgram) -> None:
             at += m.numel
             left = {a for a, _ in local.shardings[name].partial_axes()}
             counted = once[packed][1] if packed in once else set()
-            if left & counted or left | counted != set(bucket.partial):
+            if left & counted or left | counted != {axis_of(a) for a in bucket.partial}:
                 raise VerifyError(f"the gradient of {m.path} is unreduced over {left}, {bucket.name} reduces over {bucket.partial}")
 
 

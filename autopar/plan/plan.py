@@ -49,6 +49,8 @@ class Plan:
     Attributes:
         zero: what each rank of ``dp`` (and of other axes that share a parameter) holds only its part of: 0, nothing; 1 (the default),
             optimizer state; 2, gradients too; 3, parameters too.
+        zero_ranks: how many neighbours along ``dp`` share that out, where not all do: hybrid sharding. The others hold copies, and the
+            gradients of a part are summed over them once a step.
         regather: under ZeRO 3, whether the backward gathers parameters again (the default) or keeps what the forward gathered; stages
             always gather again.
         sequence: ``tp`` also shards the sequence of activations between the matrices.
@@ -62,7 +64,8 @@ class Plan:
         cuts: paths of the modules that begin all stages but the first; a multiple of ``pp`` stages.
         recompute: what the backward makes again instead of keeping it: ``"full"``, all but the inputs of the repeated layers;
             ``"selective"``, what takes little work for its memory; a glob of modules or several, all inside of them; or a limit on the
-            bytes of a rank's parameters, gradients and activations (``"8GB"``, or a number), under which the least time is added.
+            bytes of a rank's parameters, gradients and activations (``"8GB"``, or a number), under which the least time is added. By
+            default the regions that the model itself runs under ``torch.utils.checkpoint``; ``()``, nothing.
         buckets: bytes after which a bucket of gradients is closed.
         shard: parameter globs to placements: ``{"*.up.weight": "dim0@tp", "head.*": "replicate"}``; of two that match the later wins.
         strict: a request that can't be met is an error instead of a note.
@@ -72,6 +75,7 @@ class Plan:
     """
 
     zero: int | None = None
+    zero_ranks: int | None = None
     regather: bool | None = None
     sequence: bool | None = None
     context: str | None = None
@@ -105,14 +109,16 @@ class Plan:
             object.__setattr__(self, "cuts", tuple(self.cuts))
         if self.schedule is not None and not isinstance(self.schedule, str) and not callable(self.schedule):
             raise PlanError(f"Plan(schedule={self.schedule!r}) is neither a name nor a function", hint='schedule="1f1b"')
-        if any(isinstance(n, bool) for n in (self.zero, self.microbatches, self.interleave)):
-            raise PlanError("zero, microbatches and interleave are numbers, not flags")
+        if any(isinstance(n, bool) for n in (self.zero, self.zero_ranks, self.microbatches, self.interleave)):
+            raise PlanError("zero, zero_ranks, microbatches and interleave are numbers, not flags")
         if self.zero is not None and self.zero not in LEVELS:
             raise PlanError(f"Plan(zero={self.zero!r}) is no ZeRO level", hint="zero=0, 1, 2 or 3")
-        for name in ("microbatches", "interleave"):
+        for name, what in (("microbatches", "microbatches"), ("interleave", "microbatches"), ("zero_ranks", "ranks")):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
-                raise PlanError(f"Plan({name}={number!r}) is not a number of microbatches", hint="an integer of at least 1")
+                raise PlanError(f"Plan({name}={number!r}) is not a number of {what}", hint="an integer of at least 1")
+        if self.zero_ranks is not None and self.zero == 0:
+            raise PlanError(f"Plan(zero=0, zero_ranks={self.zero_ranks}): nothing is shared out", hint="zero=1, 2 or 3")
         if self.microbatches is not None and self.microbatches % (self.interleave or 1):
             raise PlanError(
                 f"Plan(interleave={self.interleave}) doesn't divide Plan(microbatches={self.microbatches})",

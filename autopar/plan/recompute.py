@@ -31,13 +31,16 @@ LITTLE = 2.0
 #: how far from the least added time a choice may be, and how often a limit's rows are drawn anew.
 GAP, ROUNDS = 0.01, 40
 
-Request = str | int | Sequence[str]
+#: None: the regions that the model itself runs under ``torch.utils.checkpoint``.
+Request = str | int | Sequence[str] | None
 Rewrite = Callable[[LocalProgram, frozenset[str]], LocalProgram]
 
 
 def regions_of(program: Program, request: Request) -> dict[str, str]:
-    """The region of every value that the forward of a microbatch makes: its layer, or the module that one of the globs names."""
+    """The region of every value that the forward of a microbatch makes: its layer, the module that a glob names, or the model's own."""
     forward = [n for n in program.nodes if is_forward(n)]
+    if request is None:
+        return {o: str(n.where.again) for n in forward if n.where.again for o in n.outs if o}
     if isinstance(request, str) or not isinstance(request, Sequence):
         return {o: layer_of(n.where.module) for n in forward for o in n.outs if o}
     found: dict[str, str] = {}
@@ -54,7 +57,12 @@ def _paths(node: Node) -> list[str]:
     return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
-def check_globs(program: Program, request: Request | None) -> None:
+def is_asked(program: Program, request: Request) -> bool:
+    """Whether a plan, or else the model itself, asks that something is made again."""
+    return request is not None or any(n.where.again for n in program.nodes)
+
+
+def check_globs(program: Program, request: Request) -> None:
     """Raises PlanError where a glob of a request names no module that the forward calls."""
     if not isinstance(request, tuple):
         return

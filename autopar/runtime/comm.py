@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import CommError, InputError
-from autopar.layout.mesh import Mesh
+from autopar.layout.mesh import Mesh, axis_of
 from autopar.layout.traffic import SMALL_ALL_REDUCE, bytes_sent, chunk
 from autopar.runtime.watch import Failure, Watch
 
@@ -41,13 +41,15 @@ _SHORT = (torch.bfloat16, torch.float16)
 _HEAD_START = 0.001
 
 #: A message's tag is made of its group's number (a bit for each of the five axes; one more for exchanges, and for each channel between
-#: stages), the round, and a count that starts again long after the messages that used it are gone. torch takes 31 bits.
+#: stages; others where a group is over a part of an axis), the round, and a count that starts again long after the messages that used it
+#: are gone. torch takes 31 bits.
 _EXCHANGE = 32
 _CHANNEL = 33
-_TAGS_PER_COUNT = 128
+_WITHIN, _ACROSS = 64, 96
+_TAGS_PER_COUNT = 256
 #: bytes of an exchange's first message, which most objects fit into; the first eight tell the length.
 _FRAME = 1024
-_COUNTS = 2**23
+_COUNTS = 2**22
 
 #: bytes from which on memory is kept for the next taker, and by how much what was taken and what is kept may exceed the most ever taken.
 LARGE, IDLE = 2**20, 1.25
@@ -777,7 +779,9 @@ class DistComm(Comm):
 
     def _number(self, group: Group) -> int:
         """Which axes a group is over, whatever their order: a bit an axis."""
-        return sum(1 << bit for bit, (name, size) in enumerate(self.mesh.axes) if size > 1 and name in group.axes)
+        axes = {axis_of(a) for a in group.axes}
+        part = _WITHIN if any("%" in a for a in group.axes) else _ACROSS if any("/" in a for a in group.axes) else 0
+        return part + sum(1 << bit for bit, (name, size) in enumerate(self.mesh.axes) if size > 1 and name in axes)
 
     def _exchange_round(self, call: Call, tag: int, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> _Works:
         works, sent = self._post(call.group, tag, sends, recvs, call.position(), call.site, self._transport)

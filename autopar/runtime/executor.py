@@ -50,7 +50,7 @@ class Spec:
 
         return json.dumps({
             "mesh": str(self.mesh), "params": pairs(self.params), "buffers": pairs(self.buffers), "batch": pairs(self.batch),
-            "buckets": [[b.name, _name(b.dtype), b.group, b.axes, b.partial, b.numel,
+            "buckets": [[b.name, _name(b.dtype), b.group, b.axes, b.partial, b.numel, b.copies,
                          [[m.path, m.offset, m.shape, str(m.sharding)] for m in b.members]] for b in self.buckets],
             "consts": self.consts, "new_buffers": self.new_buffers, "outputs": self.outputs, "axes": self.axes, "gathers": self.gathers,
             "packs": self.packs, "zero": self.zero, "microbatches": self.microbatches,
@@ -65,8 +65,8 @@ class Spec:
 
         buckets = tuple(
             Bucket(name, getattr(torch, dtype), group, tuple(axes), tuple(partial),
-                   tuple(Member(path, offset, tuple(shape), Sharding.parse(s)) for path, offset, shape, s in members), numel)
-            for name, dtype, group, axes, partial, numel, members in data["buckets"]
+                   tuple(Member(path, offset, tuple(shape), Sharding.parse(s)) for path, offset, shape, s in members), numel, tuple(copies))
+            for name, dtype, group, axes, partial, numel, copies, members in data["buckets"]
         )  # fmt: skip
         return Spec(
             Mesh.parse(data["mesh"]), table(data["params"]), table(data["buffers"]), table(data["batch"]), buckets, tuple(data["consts"]),

@@ -145,8 +145,8 @@ def clip(
 
     A bucket is replicated over ``bucket.axes`` and over all other axes its members are cut, so that ranks there hold other elements.
     With ``zero`` from 1 on, a rank holds the one part that it owns: the sum over all ranks of the mesh counts every element once. With
-    ``zero`` 0 the ranks of ``bucket.axes`` hold the same whole bucket, of which each counts the part that it would own. Padding has
-    gradient 0.
+    ``zero`` 0 the ranks of ``bucket.axes`` hold the same whole bucket, of which each counts the part that it would own. Of ranks that hold
+    copies of a part the first counts it. Padding has gradient 0.
 
     One all-reduce of one float64, whatever the number of buckets; every rank of the mesh calls it, also one without gradients.
 
@@ -169,6 +169,8 @@ def clip(
         part = bucket.part(comm.mesh)
         if tuple(grad.shape) != (bucket.numel if zero == 0 else part,):
             raise VerifyError(f"the gradient of {bucket.name} has shape {list(grad.shape)} at ZeRO level {zero}", where=site)
+        if comm.group(bucket.copies).index:
+            continue
         own = grad.detach()
         if zero == 0:
             own = own.narrow(0, comm.group(bucket.axes).index * part, part)

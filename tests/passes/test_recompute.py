@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.api import make_options, verify
+from autopar.applied import find_applied
 from autopar.capture.tree import take_batch
 from autopar.compiler import Compiled
 from autopar.cost.live import kept_bytes
@@ -197,3 +200,45 @@ def test_nothing_is_made_for_nobody() -> None:
     copies = [n for n in final.nodes if any(o.endswith(module.SUFFIX) for o in n.outs)]
     assert copies and all(any(o in read for o in n.outs if o) for n in copies)
     assert all(n.phase == "backward" for n in copies) and copy.copy(copies)
+
+
+class Own(nn.Module):
+    """``models/gpt.py`` whose blocks the model itself runs under ``torch.utils.checkpoint``, as many as ``count``; ``deep``: twice."""
+
+    def __init__(self, count: int, dropout: float = 0.2, deep: bool = False) -> None:
+        super().__init__()
+        self.inner, self.count, self.deep = model(dropout), count, deep
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        inner: Any = self.inner
+        x = inner.tokens(ids) + inner.positions(torch.arange(ids.shape[1]))
+        for n, block in enumerate(inner.blocks):
+            if n >= self.count:
+                x = block(x)
+            elif self.deep:
+                x = checkpoint(lambda x, b: checkpoint(b, x, use_reentrant=False) * 1.5, x, block, use_reentrant=False)
+            else:
+                x = checkpoint(block, x, use_reentrant=False)
+        return F.cross_entropy(inner.head(inner.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def test_the_models_own_regions() -> None:
+    """A model's ``torch.utils.checkpoint`` is a request: as if the plan named these modules. A plan that names others replaces it."""
+    mesh = Mesh(tp=2)
+    kept = {(n, plan): kept_bytes(compiled(mesh, Own(n), recompute=plan).final) for n in (0, 2, 3) for plan in (None, (), "full")}
+    assert kept[0, None] == kept[0, ()] == kept[2, ()] == kept[3, ()] and kept[0, "full"] == kept[2, "full"] == kept[3, "full"]
+    assert kept[2, None] == kept_bytes(compiled(mesh, Own(0), recompute=("inner.blocks.0", "inner.blocks.1")).final)
+    assert kept[0, None] > 1.3 * kept[2, None] > 1.3 * kept[3, None]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_models_own_regions_are_equal(mesh: str, deep: bool) -> None:
+    report = verify(Own(3, deep=deep).train(), Mesh.parse(mesh), BATCH, plan=Plan(microbatches=2, zero=3))
+    assert report.ok, report.table()
+
+
+def test_the_models_own_regions_are_told() -> None:
+    for count, found in ((2, True), (0, False)):
+        told = [a for a in find_applied(compiled(Mesh(tp=2), Own(count)), Plan()) if a.request == "torch.utils.checkpoint"]
+        assert bool(told) == found and all("nodes run again in inner.blocks.0" in a.done for a in told)

@@ -61,7 +61,7 @@ CASES = [
     ("gpt", "dp=2", "SGD", MB[1]), ("gpt", "tp=2", "AdamW", MB[2]), ("gpt", "dp=2,tp=2", "AdamW", Plan(interleave=2)),
     ("gpt", "dp=2,tp=2", "SGD", Plan(zero=2, recompute="full")), ("gpt2", "tp=2", "SGD", Plan(interleave=2, sequence=True)),
     ("gpt2", "dp=2", "AdamW", Plan(zero=3, microbatches=2, recompute="selective")), ("gpt2", "dp=2,tp=2", "AdamW", MB[1]),
-    ("gpt without dropout", "dp=2,cp=2", "AdamW", Plan(context="ring")),
+    ("gpt without dropout", "dp=2,cp=2", "AdamW", Plan(context="ring")), ("gpt", "dp=4", "AdamW", Plan(zero=3, zero_ranks=2)),
 ]  # fmt: skip
 
 
@@ -84,7 +84,7 @@ SELDOM = [
 def told(value: object) -> str:
     if not isinstance(value, Plan):
         return str(value)
-    shown = ("microbatches", "interleave", "schedule", "sequence", "context", "zero", "recompute")
+    shown = ("microbatches", "interleave", "schedule", "sequence", "context", "zero", "zero_ranks", "recompute")
     return " ".join(f"{k}={getattr(value, k)}" for k in shown if getattr(value, k))
 
 
