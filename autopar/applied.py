@@ -9,6 +9,7 @@ from autopar.compiler import Compiled
 from autopar.cost.live import kept_bytes
 from autopar.errors import PlanError
 from autopar.ir.program import layer_of
+from autopar.passes.decompose import SUFFIX as PIECE
 from autopar.passes.recompute import SUFFIX
 from autopar.plan.plan import Plan, limit_of
 from autopar.plan.recompute import is_asked
@@ -72,6 +73,10 @@ def _requests(compiled: Compiled, plan: Plan) -> Iterator[tuple[str, str, str]]:
         where = ", ".join(sorted(again)[:4]) + (", ..." if len(again) > 4 else "")
         asked = f"recompute={plan.recompute!r}" if plan.recompute else "torch.utils.checkpoint"
         yield asked, f"{count} nodes run again in {where}{kept}" if count else "", _nothing_again(compiled, plan)
+    if (plan.decompose or 1) > 1:
+        beside = {n.where.module for p in finals for n in p.nodes if n.op.startswith("comm.") and PIECE in n.name}
+        why = "no collective beside a product whose rows divide so"
+        yield f"decompose={plan.decompose}", f"products beside collectives of {len(beside)} modules" if beside else "", why
     if (plan.interleave or 1) > 1:
         hidden = sum(n.op.startswith("comm.") and not n.where.module.startswith("bucket") for p in finals for n in p.nodes)
         yield f"interleave={plan.interleave}", f"{hidden} collectives between the lanes" if hidden else "", "no layer talks to other ranks"

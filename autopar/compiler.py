@@ -22,6 +22,7 @@ from autopar.passes.buckets import CAP, bucketize, make_buckets, same_buckets
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.check import check_local, check_program
 from autopar.passes.check_placements import check_buckets, check_placements
+from autopar.passes.decompose import decompose
 from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.interleave import interleave
@@ -30,6 +31,7 @@ from autopar.passes.microbatch import split_microbatches
 from autopar.passes.recompute import recompute_as_asked
 from autopar.passes.regather import regather
 from autopar.passes.ring import unroll_rings
+from autopar.passes.start_early import start_early
 from autopar.passes.unsort import unsort
 from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
@@ -155,7 +157,7 @@ def compile_program(
         local = insert_collectives(split, atoms, layout, mesh, rules)
         progress.at("check")
         check_placements(local, split, atoms)
-        local = unroll_rings(local, split, atoms, rules)
+        local = start_early(decompose(unroll_rings(local, split, atoms, rules), plan.decompose or 1))
         check_local(local)
         zero = 1 if plan.zero is None else plan.zero
         if whole["pp"] > 1:

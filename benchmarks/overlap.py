@@ -46,8 +46,8 @@ WAYS = {
 }
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp zero1": ("dp", dict(zero=1)), "dp zero2": ("dp", dict(zero=2)), "dp zero3": ("dp", dict(zero=3)),
-    "tp": ("tp", {}), "tp x2": ("tp", dict(interleave=2)), "tp+seq": ("tp", dict(sequence=True)),
-    "tp+seq x2": ("tp", dict(sequence=True, interleave=2)),
+    "tp": ("tp", {}), "tp x2": ("tp", dict(interleave=2)), "tp d2": ("tp", dict(decompose=2)), "tp+seq": ("tp", dict(sequence=True)),
+    "tp+seq x2": ("tp", dict(sequence=True, interleave=2)), "tp+seq d2": ("tp", dict(sequence=True, decompose=2)),
 }  # fmt: skip
 
 

@@ -190,17 +190,13 @@ def fsdp2(settings: Settings, compiled: bool = False, again: bool = True, made: 
     return torch_loop(model, settings, shard=True)
 
 
-def autopar_step(
-    settings: Settings, axis: str, sequence: bool | None = None, backend: str = "eager", interleave: int | None = None,
-    zero: int | None = None, recompute: str | None = None,
-) -> Runner:  # fmt: skip
+def autopar_step(settings: Settings, axis: str, backend: str = "eager", **plan: Any) -> Runner:
     """autopar over one axis, ZeRO-1 as by default."""
     import autopar
 
     mesh = autopar.Mesh([(axis, dist.get_world_size())])
     optimizer = partial(torch.optim.AdamW, lr=settings.lr, foreach=True)
-    plan = autopar.Plan(sequence=sequence, interleave=interleave, zero=zero, recompute=recompute)
-    step = autopar.parallelize(build(settings), mesh, optimizer=optimizer, plan=plan, backend=backend)
+    step = autopar.parallelize(build(settings), mesh, optimizer=optimizer, plan=autopar.Plan(**plan), backend=backend)
 
     def metrics() -> dict[str, float]:
         sent, exposed = step.metrics["comm_bytes"], step.metrics["exposed_comm_s"]
@@ -302,6 +298,7 @@ CONTESTANTS = {
     "autopar tp+seq": Contestant(partial(autopar_step, axis="tp", sequence=True), "tp", own=True),
     "autopar tp x2": Contestant(partial(autopar_step, axis="tp", sequence=False, interleave=2), "tp", own=True),
     "autopar tp+seq x2": Contestant(partial(autopar_step, axis="tp", sequence=True, interleave=2), "tp", own=True),
+    "autopar tp d2": Contestant(partial(autopar_step, axis="tp", sequence=False, decompose=2), "tp", own=True),
     "DDP compiled": Contestant(partial(ddp, compiled=True), "dp", True),
     "DeepSpeed compiled": Contestant(partial(deepspeed, compiled=True), "dp", True, package="deepspeed"),
     "FSDP2 compiled": Contestant(partial(fsdp2, compiled=True), "dp", True),

@@ -318,7 +318,7 @@ def main() -> int:
     what = f"models/gpt.py preset {args.preset}, float32, global batch {args.batch}, {args.microbatches} microbatches, AdamW"
     print(f"torch {torch.__version__}, {what}, 1 thread a rank; {cores} cores, load {os.getloadavg()[0]:.1f};")
     print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; CPU, sent, interface: ms and MiB a step, all ranks;")
-    print("bubble: the share of the longest rank's time in which it computes nothing, measured, and predicted from the measured durations")
+    print("bubble: the share of the busiest rank's time in which it computes nothing, measured, and predicted from the measured durations")
     print("of tasks, sends and messages; message: from the end of a task until another rank has what it made, the median link; live: the")
     print("most microbatches alive at once, by stage, and how many the schedule allows; peak RSS: MiB by rank, alone in fresh processes.")
     measured: dict[str, Any] = {}

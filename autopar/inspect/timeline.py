@@ -17,7 +17,7 @@ from autopar.runtime.pipeline import Span
 from autopar.schedule.action import Action, Schedule
 from autopar.schedule.clock import Times, run
 from autopar.schedule.edge import Edge, needs
-from autopar.schedule.simulate import Result
+from autopar.schedule.simulate import Result, bubble_of
 
 #: kinds of spans that are a schedule's actions.
 TASKS = ("F", "B", "I", "W")
@@ -48,14 +48,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The measured share of the longest rank's time, from its first task to its last, in which it ran none (pre and post left out)."""
-        shares = []
+        """The measured share of the busiest rank's time, from its first task to its last, in which it ran none (pre and post left out)."""
+        found = []
         for spans in self.measured:
             tasks = [s for s in spans if s.kind in TASKS]
             if tasks:
-                length = max(s.end for s in tasks) - min(s.begin for s in tasks)
-                shares.append((length, 1.0 - sum(s.end - s.begin for s in tasks) / length))
-        return max(shares, default=(0.0, 0.0))[1]
+                found.append((max(s.end for s in tasks) - min(s.begin for s in tasks), sum(s.end - s.begin for s in tasks)))
+        return bubble_of(found)
 
     def trace(self) -> dict[str, Any]:
         """Chrome's trace: one process for what was measured, one for what was predicted, a thread for each rank; microseconds."""

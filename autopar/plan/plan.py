@@ -58,6 +58,7 @@ class Plan:
             stay cut, keys and values are gathered) or ``ring`` (these go from rank to rank); by default what is predicted to be fastest.
         microbatches: parts of the batch whose gradients are summed (gradient accumulation).
         interleave: how many microbatches run side by side, so that one's collectives hide behind another's compute; 1 (the default): none.
+        decompose: in how many pieces a product runs beside whose collective the next piece computes; 1 (the default): whole.
         schedule: of the stages of ``pp``: a name (``1f1b``, the default, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-v``,
             ``dualpipev``; ``search``: found for the stages' predicted times), or a function of (stages, microbatches, ranks) that
             gives an ``autopar.schedule.Schedule``.
@@ -81,6 +82,7 @@ class Plan:
     context: str | None = None
     microbatches: int | None = None
     interleave: int | None = None
+    decompose: int | None = None
     per_microbatch: Any = None
     schedule: Any = None
     cuts: Any = None
@@ -109,11 +111,12 @@ class Plan:
             object.__setattr__(self, "cuts", tuple(self.cuts))
         if self.schedule is not None and not isinstance(self.schedule, str) and not callable(self.schedule):
             raise PlanError(f"Plan(schedule={self.schedule!r}) is neither a name nor a function", hint='schedule="1f1b"')
-        if any(isinstance(n, bool) for n in (self.zero, self.zero_ranks, self.microbatches, self.interleave)):
-            raise PlanError("zero, zero_ranks, microbatches and interleave are numbers, not flags")
+        if any(isinstance(n, bool) for n in (self.zero, self.zero_ranks, self.microbatches, self.interleave, self.decompose)):
+            raise PlanError("zero, zero_ranks, microbatches, interleave and decompose are numbers, not flags")
         if self.zero is not None and self.zero not in LEVELS:
             raise PlanError(f"Plan(zero={self.zero!r}) is no ZeRO level", hint="zero=0, 1, 2 or 3")
-        for name, what in (("microbatches", "microbatches"), ("interleave", "microbatches"), ("zero_ranks", "ranks")):
+        numbers = {"microbatches": "microbatches", "interleave": "microbatches", "zero_ranks": "ranks", "decompose": "pieces"}
+        for name, what in numbers.items():
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise PlanError(f"Plan({name}={number!r}) is not a number of {what}", hint="an integer of at least 1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +14,17 @@ from autopar.schedule.validate import Peak, peak_live
 
 #: these hold two stages a rank, in a V.
 V_SHAPED = ("zb-v", "dualpipev")
+
+
+def bubble_of(ranks: Iterable[tuple[float, float]]) -> float:
+    """The idle share of the rank that computes most, from each rank's time and what it computes of it; of several, the longest one's.
+
+    Where all compute equally long it is that of the longest rank (Qi et al. 2023, section 4). Where one computes less than the others,
+    it says nothing that this one takes long because it begins first.
+    """
+    ranks = list(ranks)
+    most = max((work for _, work in ranks), default=0.0)
+    return 1.0 - most / max(span for span, work in ranks if work >= most * (1 - 1e-9)) if most else 0.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +47,8 @@ class Result:
 
     @cached_property
     def bubble(self) -> float:
-        """The share of ``cost`` in which the rank that takes so long computes nothing; of several, the one that computes most."""
-        span, work = max(self._spans_and_work)
-        return 1.0 - work / span if span else 0.0
+        """The share of the busiest rank's time in which it computes nothing."""
+        return bubble_of(self._spans_and_work)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:

@@ -86,15 +86,15 @@ def spans_by_hand(pause: float = 0.0) -> list[tuple[float, list[Span]]]:
 
 
 def test_prediction_has_messages() -> None:
-    """By hand: every task begins in the prediction when it did, and the longest rank works 6.25 of 13.875 s."""
+    """By hand: every task begins in the prediction when it did, and the busiest rank works 10 of 10.125 s."""
     made = make_timeline(build("1f1b", 2, 2, 2), spans_by_hand())
     tasks = {s.label: s.begin for spans in made.measured for s in spans if s.kind in "FB"}
     assert {s.label: s.start for s in made.predicted.spans} == pytest.approx(tasks)
-    assert made.bubble == pytest.approx(1 - 6.25 / 13.875) and made.predicted.bubble == pytest.approx(made.bubble)
+    assert made.bubble == pytest.approx(1 - 10 / 10.125) and made.predicted.bubble == pytest.approx(made.bubble)
     assert made.predicted.times.links == pytest.approx({(0, 1): 0.5, (1, 0): 0.25})
 
 
 def test_prediction_knows_no_waits() -> None:
     """A rank that waits for what it has is not predicted: the bubbles come apart."""
     made = make_timeline(build("1f1b", 2, 2, 2), spans_by_hand(pause=2.0))
-    assert made.bubble == pytest.approx(1 - 6.25 / 15.875) and made.predicted.bubble == pytest.approx(1 - 6.25 / 13.875)
+    assert made.bubble == pytest.approx(1 - 10 / 12.125) and made.predicted.bubble == pytest.approx(1 - 10 / 10.125)
