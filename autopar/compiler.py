@@ -1,4 +1,4 @@
-"""The way of the data, from a captured program to an emitted module. The order of everything is on this screen."""
+"""The way of the data, from a captured program to an emitted module: up to a checked local program; ``finish`` and ``pipelined`` end it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autopar.codegen.emit import Module, emit
+from autopar.codegen.emit import Module
 from autopar.codegen.stages import StageModule
 from autopar.cost.device import GENERIC, Device
 from autopar.errors import InputError, PlanError
+from autopar.finish import Finisher
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Program
 from autopar.layout.bucket import Bucket
 from autopar.layout.mesh import Mesh
 from autopar.layout.sharding import Sharding
 from autopar.passes.bounds import Bound, find_bounds
-from autopar.passes.buckets import CAP, bucketize, make_buckets, same_buckets
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.check import check_local, check_program
-from autopar.passes.check_placements import check_buckets, check_placements
+from autopar.passes.check_placements import check_placements
 from autopar.passes.decompose import decompose
-from autopar.passes.fuse import fuse
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.interleave import interleave
 from autopar.passes.lift import lift
 from autopar.passes.microbatch import split_microbatches
-from autopar.passes.recompute import recompute_as_asked
-from autopar.passes.regather import regather
 from autopar.passes.ring import unroll_rings
 from autopar.passes.start_early import start_early
 from autopar.passes.unsort import unsort
@@ -37,7 +33,7 @@ from autopar.pipelined import Staged, cut_pipeline
 from autopar.plan.cache import Cache, Key, key_of
 from autopar.plan.layout import Layout, choose, random_layout
 from autopar.plan.plan import Plan
-from autopar.plan.recompute import check_globs, is_asked
+from autopar.plan.recompute import check_globs
 from autopar.progress import Progress
 from autopar.rules import DEFAULT, Rules
 from autopar.rules.atoms import Atoms, analyse
@@ -171,26 +167,10 @@ def compile_program(
                 program, split, atoms, layout, local, staged.programs[first], staged.modules[first], spec, overruled, bounds=bounds,
                 rules=rules, device=device, pipeline=staged,
             )  # fmt: skip
-        kept = local
-        if is_asked(split, plan.recompute) and any(True for _ in split.outputs_of("grad")):
-            progress.at("recompute")
-            kept = recompute_as_asked(local, plan.recompute, split, atoms, rules, device)
-            check_local(kept)
-        progress.at("buckets")
-        lanes = interleave(kept, plan.interleave or 1)
-        trained = any(True for _ in split.outputs_of("grad"))
-        buckets: tuple[Bucket, ...]
-        if like is None:
-            buckets = make_buckets(lanes, groups or {}, plan.buckets or CAP, zero=zero, ranks=plan.zero_ranks)
-        else:
-            buckets = same_buckets(like.spec.buckets, lanes) if trained else like.spec.buckets
-        final = fuse(regather(bucketize(lanes, buckets, zero), plan.regather is not False))
-        progress.at("check")
-        check_local(final)
-        check_buckets(final, lanes)
-        progress.at("emit")
-        module = emit(final, title)
-        spec = _spec(final, local, module, buckets, zero, count)
+        buckets = like.spec.buckets if like is not None else None
+        made = Finisher(plan, split, atoms, rules, device, groups or {}, buckets, title, progress).run(local)
+        final, module = made.final, made.module
+        spec = _spec(final, local, module, made.buckets, zero, count)
         return Compiled(program, split, atoms, layout, local, final, module, spec, overruled, bounds=bounds, rules=rules, device=device)
 
     progress.at("plan")

@@ -51,9 +51,10 @@ ALLOWED: dict[str, set[str]] = {
         "progress",
         "step",
     },
-    # the order of the passes on one screen
-    "compiler": {"rules", "cost", "plan", "passes", "codegen", "progress", "pipelined", "runtime.executor"},
-    "pipelined": {"rules", "cost", "plan", "passes", "codegen", "progress", "schedule", "runtime.executor"},
+    # the order of the passes, on two screens
+    "compiler": {"rules", "cost", "plan", "passes", "codegen", "progress", "finish", "pipelined", "runtime.executor"},
+    "finish": {"rules", "cost", "plan", "passes", "codegen", "progress"},
+    "pipelined": {"rules", "cost", "plan", "passes", "codegen", "progress", "finish", "schedule", "runtime.executor", "runtime.pipeline"},
     # the plain model run by one process, with the random numbers of the runtime, and its ops where torch has none for a dtype
     "reference": {"_torch", "capture", "passes", "runtime.ops", "runtime.random"},
     "compare": {"_torch", "capture", "compiler", "reference", "runtime", "plan", "rules"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,18 +10,14 @@ from tabulate import tabulate
 
 from autopar.applied import Applied, find_applied
 from autopar.codegen.emit import Module
-from autopar.codegen.live import profile, stage_profiles
+from autopar.codegen.live import profile
 from autopar.compiler import Compiled
 from autopar.inspect import stages
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Phase
 from autopar.layout.traffic import bytes_sent
-from autopar.pipelined import Staged
 from autopar.plan.plan import LEVELS, Plan
 from autopar.plan.uneven import Uneven, find_uneven
-from autopar.runtime.pipeline import UNDER_WAY, edge_of
-from autopar.schedule.edge import Edge
-from autopar.schedule.lower import Receive, Send
 
 
 @dataclass(frozen=True)
@@ -130,46 +125,10 @@ def memory_rows(compiled: Compiled, states: float | None = None) -> list[MemoryR
 def live_peaks(compiled: Compiled) -> dict[Phase, int]:
     """The most bytes of tensors that a rank makes in each phase of a step beside what lives between steps, by its programs' statements."""
     if compiled.pipeline is not None:
-        return _staged_peaks(compiled.pipeline)
+        return compiled.pipeline.peaks()
     assert isinstance(compiled.module, Module)
     found = profile(compiled.final, compiled.module.script)
     return {"forward": found.peak("forward").bytes, "backward": found.peak("backward").bytes}
-
-
-def _staged_peaks(staged: Staged) -> dict[Phase, int]:
-    """Of a rank with stages: its instructions in order, each task beside what other microbatches keep and the messages under way."""
-    tasks = {s: stage_profiles(p, staged.modules[s]) for s, p in staged.programs.items()}
-    before = {s: found["pre"].left if "pre" in found else 0 for s, found in tasks.items()}
-    sizes: dict[Edge, list[int]] = {}
-    for m in (m for module in staged.modules.values() for m in module.spec.messages):
-        sizes.setdefault(edge_of(m), []).append(math.prod(m.shape) * m.dtype.itemsize)
-    kept: dict[tuple[int, int | None], int] = {}
-    totals: dict[int, int] = {}  # sums over microbatches that have no place in a bucket
-    arriving: dict[tuple[Edge, int | None], int] = {}
-    leaving: dict[tuple[int, str], deque[int]] = {}
-    peaks: dict[Phase, int] = {"forward": 0, "backward": 0}
-    for i in staged.instructions:
-        if isinstance(i, Receive):
-            arriving[i.edge, i.microbatch] = sum(sizes[i.edge])
-        elif isinstance(i, Send):
-            channel = (staged.schedule.placement[i.edge.target], i.edge.direction)
-            leaving.setdefault(channel, deque(maxlen=UNDER_WAY)).extend(sizes[i.edge])
-        elif i.kind in tasks[i.stage]:
-            wanted = ("B", "I", "W") if i.kind == "B" else (i.kind,)
-            for edge, mb in [at for at in arriving if at[0].target == i.stage and at[0].wanted in wanted and at[1] in (None, i.microbatch)]:
-                del arriving[edge, mb]  # the task has them
-            turn, found = (i.stage, i.microbatch), tasks[i.stage][i.kind]
-            beside = sum(size for at, size in kept.items() if at != turn) + sum(b for s, b in before.items() if s != i.stage)
-            beside += sum(totals.values()) + sum(arriving.values()) + sum(map(sum, leaving.values()))
-            phase: Phase = "forward" if i.kind in ("pre", "F") else "backward"
-            peaks[phase] = max(peaks[phase], found.peak().bytes + beside)
-            if i.kind in ("F", "I"):
-                kept[turn] = found.left - before[i.stage]
-            else:
-                kept.pop(turn, None)
-                if i.kind in ("B", "W"):
-                    totals[i.stage] = max(0, found.left - before[i.stage])
-    return peaks
 
 
 def uneven_rows(compiled: Compiled, plan: Plan) -> list[Uneven]:

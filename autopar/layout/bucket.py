@@ -78,6 +78,13 @@ def share_out(axes: Iterable[str], mesh: Mesh, ranks: int | None) -> tuple[tuple
     return tuple(within(a, ranks) if a == "dp" else a for a in axes), (across("dp", ranks),)
 
 
+def kept_bytes(buckets: Iterable[Bucket], mesh: Mesh, zero: int) -> tuple[int, int]:
+    """Bytes of the parameters and of the gradients in buckets that a rank keeps between steps."""
+    whole = sum(b.numel * b.dtype.itemsize for b in buckets)
+    part = sum(b.part(mesh) * b.dtype.itemsize for b in buckets)
+    return part if zero == 3 else whole, part if zero >= 2 else whole
+
+
 def padded(numel: int, owners: int) -> int:
     """The least multiple of ``owners`` that holds ``numel`` elements."""
     return -(-numel // owners) * owners

@@ -76,16 +76,18 @@ def recompute(program: P, values: Collection[str]) -> P:
 
 
 def recompute_as_asked(
-    program: P, request: Request, split: Program, atoms: Atoms, rules: Rules, device: Device, *, held: int = 0, others: int = 0
-) -> P:
+    program: P, request: Request, split: Program, atoms: Atoms, rules: Rules, device: Device, *, held: int | None = None,
+    extra: int = 0, others: int = 0,
+) -> P:  # fmt: skip
     """The program whose backward makes again what a plan's ``recompute`` asks for.
 
     Args:
         split: the whole program that this one is of; ``atoms`` are its.
-        held, others: as in ``choose_recompute``, beside parameters and buffers.
+        held, extra, others: as in ``choose_recompute``; by default all parameters and buffers of the program are held.
     """
     costs = costs_of(program, split, atoms, rules, device)
-    return recompute(program, choose_recompute(program, request, costs, recompute, held=held + held_bytes(program), others=others))
+    held = held_bytes(program) if held is None else held
+    return recompute(program, choose_recompute(program, request, costs, recompute, held=held, extra=extra, others=others))
 
 
 def _wanted(program: LocalProgram, makers: dict[str, Node]) -> set[str]:

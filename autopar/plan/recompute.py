@@ -122,13 +122,14 @@ def held_bytes(program: LocalProgram) -> int:
 
 
 def choose_recompute(
-    program: LocalProgram, request: Request, costs: Costs, rewrite: Rewrite, *, held: int = 0, others: int = 0
+    program: LocalProgram, request: Request, costs: Costs, rewrite: Rewrite, *, held: int = 0, extra: int = 0, others: int = 0
 ) -> frozenset[str]:
     """The values that the backward makes again.
 
     Args:
         rewrite: gives the program whose backward makes some values again.
         held: bytes of a limit that are taken all the time, by parameters.
+        extra: further ones, or, below 0, those that the program's values are counted too much.
         others: how many further microbatches are alive, each with what it keeps.
 
     Raises:
@@ -138,7 +139,7 @@ def choose_recompute(
     if limit is None and request != SELECTIVE:
         return frozenset(inside(program, regions_of(program, request)))
     chooser = _Chooser(program, costs, rewrite, others)
-    return chooser.least_bytes() if limit is None else chooser.under(limit - held, held)
+    return chooser.least_bytes() if limit is None else chooser.under(limit, held, extra)
 
 
 class _Chooser:
@@ -297,8 +298,9 @@ class _Chooser:
         """Keeps the least, among what takes little work to make."""
         return self.values_of(self.solve(lambda node: node.name in self.costs.little, None))
 
-    def under(self, limit: int, held: int) -> frozenset[str]:
+    def under(self, whole: int, held: int, extra: int) -> frozenset[str]:
         """Adds the least time so that no place holds more than the limit."""
+        limit = whole - held - extra
         rows: dict[int, float] = {}
         for _ in range(ROUNDS):
             try:
@@ -315,7 +317,7 @@ class _Chooser:
         nbytes, at, chosen = self.lowest()
         if nbytes <= limit:
             return self.values_of(chosen)
-        raise self.hopeless(limit, held, nbytes, at, chosen)
+        raise self.hopeless(whole, held, nbytes + held + extra, at, chosen)
 
     def lowest(self) -> tuple[int, int, list[str]]:
         """A choice whose fullest place holds as little as can be: its bytes, where that is, and what is made again."""
@@ -341,8 +343,8 @@ class _Chooser:
         most = ", ".join(f"{v} {n:,}" for n, v in there[:4])
         node = self.program.nodes[at]
         return PlanError(
-            f"no choice of what to recompute fits into {limit + held:,} bytes on a rank",
+            f"no choice of what to recompute fits into {limit:,} bytes on a rank",
             where=f"{node.op} of the {node.phase}, {node.where}",
-            why=f"the least is about {nbytes + held:,}: there parameters take {held:,}, and of the rest most are {most}",
+            why=f"the least is about {nbytes:,}: there parameters take {held:,}, and of the rest most are {most}",
             hint="a higher limit, more microbatches, or more ranks",
         )

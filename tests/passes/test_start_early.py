@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.compiler import Compiled
 from autopar.ir.local import LocalProgram
@@ -19,8 +20,6 @@ BY_NAME = {model.name: model for model in MODELS}
 
 def program_of(name: str, mesh: str, monkeypatch: pytest.MonkeyPatch, **plan: Any) -> tuple[LocalProgram, Compiled]:
     """A model's local program in the captured order, and what was compiled."""
-    import torch
-
     seen: list[LocalProgram] = []
     made = module.start_early
 
