@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import shares
 import torch
 import torch.distributed as dist
 from peers import MIB, Settings, batches, build, everyone, hosts_missing, picked, run_ranks, settle, worker
@@ -171,6 +172,7 @@ def race(settings: Settings) -> dict[str, Any]:
         del model
     seconds: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS[PLANS[name][0]]} for name in settings.names}
     exposed: dict[str, list[float]] = {name: [] for name in settings.names}
+    work: dict[str, dict[str, list[float]]] = {name: {way: [] for way in ways} for name, ways in seconds.items()}
     turns = [(name, way) for name in settings.names for way in seconds[name]]
     for block in range(settings.blocks + 1):
         at = block % len(turns)
@@ -179,10 +181,10 @@ def race(settings: Settings) -> dict[str, Any]:
             comm.way = way if way != COMMUNICATION else AS_IS
             handles: list[Any] = []
             dist.barrier()
-            begun = time.perf_counter()
+            worked, begun = time.process_time(), time.perf_counter()
             for n in range(settings.steps + 1):
                 if n == 1:  # what a step leaves for the next is there when the clock starts
-                    begun = time.perf_counter()
+                    worked, begun = time.process_time(), time.perf_counter()
                 comm.begin_step()
                 if way == COMMUNICATION:
                     handles = replayed(comm, events[name], handles)
@@ -190,7 +192,7 @@ def race(settings: Settings) -> dict[str, Any]:
                     step(step.shard(data[n % len(data)]))
                     if way == AS_IS and block and n:
                         exposed[name].append(sum(step.metrics["exposed_comm_s"].values()))
-            took = time.perf_counter() - begun
+            took, worked = time.perf_counter() - begun, time.process_time() - worked
             for handle in handles:
                 handle.wait()
             dist.barrier()
@@ -198,6 +200,7 @@ def race(settings: Settings) -> dict[str, Any]:
             dist.barrier()
             if block:
                 seconds[name][way].append(took / settings.steps)
+                work[name][way].append(worked / settings.steps)
             comm.way = AS_IS
             comm.take_records()
     ranks = everyone(seconds)
@@ -205,7 +208,7 @@ def race(settings: Settings) -> dict[str, Any]:
         name: {way: [max(values) for values in zip(*(r[name][way] for r in ranks))] for way in seconds[name]} for name in settings.names
     }
     sent = {name: sum(e.dtype.itemsize * torch.Size(e.shape).numel() for e in events[name] if isinstance(e, Started)) for name in events}
-    return {"seconds": slowest, "exposed": {n: statistics.median(v) for n, v in exposed.items()}, "operands": sent}
+    return {"seconds": slowest, "work": work, "exposed": {n: statistics.median(v) for n, v in exposed.items()}, "operands": sent}
 
 
 def show(found: dict[str, Any]) -> str:
@@ -219,6 +222,8 @@ def show(found: dict[str, Any]) -> str:
         line = {"": name} | {
             way: f"{statistics.median(ways[way]) * 1e3:.0f}" if way in ways else "-" for way in (AS_IS, COMPUTE, COMMUNICATION)
         }
+        spent = found["work"][name]
+        line["CPU of both"] = f"{statistics.median(map(sum, zip(spent[COMPUTE], spent[COMMUNICATION]))) * 1e3:.0f}"
         line["× the longer alone"] = f"{ratio(ways[AS_IS], ways[COMPUTE], ways[COMMUNICATION]):.2f}"
         line["exposed"] = f"{found['exposed'][name] * 1e3:.0f}"
         line["over compute"] = f"{statistics.median(a - b for a, b in zip(ways[AS_IS], ways[COMPUTE])) * 1e3:.0f}"
@@ -234,7 +239,10 @@ def verdicts(found: dict[str, Any], link: str) -> list[str]:
     for name, ways in found["seconds"].items():
         if PLANS[name][0] == "dp" and link != "loopback":
             of = statistics.median(a / max(b, c) for a, b, c in zip(ways[AS_IS], ways[COMPUTE], ways[COMMUNICATION]))
-            lines.append(f"{name}: {of:.2f} × the longer alone (wanted: at most {WANTED}, {'met' if of <= WANTED else 'missed'})")
+            spent = found["work"][name]
+            core = statistics.median(a / (b + c) for a, b, c in zip(ways[AS_IS], spent[COMPUTE], spent[COMMUNICATION]))
+            verdict = f"wanted: at most {WANTED}, {'met' if of <= WANTED else 'missed'}"
+            lines.append(f"{name}: {of:.2f} × the longer alone ({verdict}), {core:.2f} × what both alone take of a core")
     return lines
 
 
@@ -243,6 +251,7 @@ def main() -> int:
     parser.add_argument("--preset", default="bench", help="of models/gpt.py")
     parser.add_argument("--batch", type=int, default=8, help="rows of the global batch")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--share", type=float, default=0.0, help="of a core, for each rank: more ranks than cores run as if each had one")
     parser.add_argument("--steps-per-block", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=4, help="measured blocks of each way; one more warms up")
     parser.add_argument("--links", default="1gbit", help="loopback, or rates of emulated hosts' links")
@@ -253,14 +262,19 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(partial(race, Settings(**json.loads(args.worker))), Path(args.out))
+        told = Settings(**json.loads(args.worker))
+        worker(partial(race, told), Path(args.out), told.files)
         return 0
     names = picked(parser, args.only, PLANS)
-    settings = Settings(names, "gpt", args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout)
+    if args.share and (why := shares.missing()):
+        parser.error(why)
+    settings = Settings(
+        names, "gpt", args.preset, args.batch, steps=args.steps_per_block, blocks=args.blocks, timeout=args.timeout, share=args.share
+    )
     what = f"models/gpt.py preset {args.preset}, float32, global batch {args.batch}"
-    print(f"torch {torch.__version__}, {what}, {args.ranks} ranks of 1 thread;")
+    print(f"torch {torch.__version__}, {what}, {args.ranks} ranks of 1 thread{f', each with {args.share:g} of a core' * bool(args.share)};")
     print(f"{args.blocks} blocks of {args.steps_per_block} steps each, taking turns; ms a step, of the slowest rank;")
-    print("exposed: by step.metrics;")
+    print("CPU of both: seconds of a core that compute alone and communication alone take of rank 0; exposed: by step.metrics;")
     print("last columns: the step with collectives of a kind waited for where they are started, by the step as it is.")
     missing = hosts_missing() if any(link != "loopback" for link in args.links.split(",")) else ""
     measured = {}

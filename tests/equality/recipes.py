@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.capture.trace import Loss
@@ -36,12 +37,13 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Block:
-    """``residual``: added to its input; ``again``: the module of an earlier place is used once more."""
+    """``residual``: added to its input; ``again``: the module of an earlier place once more; ``region``: under torch's checkpoint."""
 
     name: str
     residual: bool = True
     again: bool = False
     frozen: bool = False
+    region: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Recipe:
     draw: int | None
     interleave: bool = False
     recompute: str | None = None
+    zero_ranks: int | None = None
+    decompose: int | None = None
 
     def cross_sample(self) -> bool:
         return any(b.name in CROSS_SAMPLE for b in self.blocks)
@@ -69,7 +73,7 @@ class Recipe:
 def recipes(draw: st.DrawFn) -> Recipe:
     block = st.builds(
         Block, st.sampled_from(list(BLOCKS)), residual=st.booleans(), again=st.integers(0, 7).map(lambda n: n == 7),
-        frozen=st.integers(0, 7).map(lambda n: n == 7),
+        frozen=st.integers(0, 7).map(lambda n: n == 7), region=st.integers(0, 3).map(lambda n: n == 3),
     )  # fmt: skip
     found = Recipe(
         blocks=tuple(draw(st.lists(block, min_size=1, max_size=4))),
@@ -81,7 +85,11 @@ def recipes(draw: st.DrawFn) -> Recipe:
         draw=draw(st.one_of(st.integers(0, 999), st.integers(0, 999), st.integers(0, 999), st.none())),
         interleave=draw(st.booleans()),
         recompute=draw(st.sampled_from((None, "full", "selective"))),
+        zero_ranks=draw(st.sampled_from((None, 1, 2))),
+        decompose=draw(st.sampled_from((None, 2, 4))),
     )
+    if not found.zero or Mesh.parse(found.mesh)["dp"] % (found.zero_ranks or 1):
+        found = replace(found, zero_ranks=None)
     return replace(found, microbatches=1) if found.cross_sample() else found
 
 
@@ -106,7 +114,8 @@ class Composed(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for b, block in zip(self.recipe.blocks, self.blocks, strict=True):
-            x = x + block(x) if b.residual else block(x)
+            y = checkpoint(block, x, use_reentrant=False) if b.region else block(x)
+            x = x + y if b.residual else y
         return LOSSES[self.recipe.loss](self.head(x), labels)
 
 
@@ -178,7 +187,10 @@ def check(recipe: Recipe) -> None:
     """Loss, gradients and buffers of the first step equal the plain model's, or the first value that differs is named."""
     model, batch = material(recipe)
     mesh, ways = Mesh.parse(recipe.mesh), recipe.microbatches if recipe.interleave else 1
-    plan = Plan(microbatches=recipe.microbatches, interleave=ways, zero=recipe.zero, recompute=recipe.recompute, buckets=3000)
+    plan = Plan(
+        microbatches=recipe.microbatches, interleave=ways, zero=recipe.zero, zero_ranks=recipe.zero_ranks, recompute=recipe.recompute,
+        decompose=recipe.decompose, buckets=3000,
+    )  # fmt: skip
     compiled = compiled_for(model, batch, mesh, plan, recipe.draw)
     traces = run_ranks(compiled, model, batch, mesh)
     start = material(recipe)[0]
