@@ -72,7 +72,7 @@ def recompute(program: P, values: Collection[str]) -> P:
                     make(r)
             node = node.reading([names.get(r, r) for r in node.refs()])
         nodes.append(node)
-    return replace(program, nodes=tuple(nodes), types=types, shardings=shardings, global_types=wholes)
+    return _without_unread(replace(program, nodes=tuple(nodes), types=types, shardings=shardings, global_types=wholes))
 
 
 def recompute_as_asked(
@@ -88,6 +88,23 @@ def recompute_as_asked(
     costs = costs_of(program, split, atoms, rules, device)
     held = held_bytes(program) if held is None else held
     return recompute(program, choose_recompute(program, request, costs, recompute, held=held, extra=extra, others=others))
+
+
+def _without_unread(program: P) -> P:
+    """The program without nodes of the forward that only the backward read, which has copies of them."""
+    wanted = {o.value for o in program.outputs}
+    kept: list[Node] = []
+    for node in reversed(program.nodes):
+        if is_forward(node) and wanted.isdisjoint(node.outs):
+            continue
+        wanted.update(node.refs())
+        kept.append(node)
+    gone = {o for n in program.nodes for o in n.outs if o} - {o for n in kept for o in n.outs}
+    return replace(
+        program, nodes=tuple(reversed(kept)), types={k: t for k, t in program.types.items() if k not in gone},
+        shardings={k: s for k, s in program.shardings.items() if k not in gone},
+        global_types={k: t for k, t in program.global_types.items() if k not in gone},
+    )  # fmt: skip
 
 
 def _wanted(program: LocalProgram, makers: dict[str, Node]) -> set[str]:

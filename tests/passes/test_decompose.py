@@ -41,6 +41,19 @@ def test_equal(name: str, mesh: str, plan: Plan) -> None:
     assert report.ok, report.table()
 
 
+def test_nothing_is_joined_in_the_forward_for_a_backward_that_makes_it_again() -> None:
+    """What only the backward reads of a gather's pieces is made there, and no more in the forward."""
+    plan = dict(decompose=2, sequence=True)
+
+    def joined(**more: Any) -> int:
+        nodes = compiled(Mesh(tp=2), **plan, **more).final.nodes
+        return sum(n.op == "aten.cat.default" and n.phase == "forward" and n.where.module == "blocks.1.mlp.up" for n in nodes)
+
+    assert (joined(), joined(recompute="full")) == (2, 1)
+    report = verify(model(), Mesh(tp=2), BATCH, plan=Plan(recompute="full", **plan))  # type: ignore[arg-type]
+    assert report.ok, report.table()
+
+
 def pieces_of(mesh: str, **plan: Any) -> list[Node]:
     return [n for n in compiled(Mesh.parse(mesh), **plan).final.nodes if "_piece" in n.name]
 
