@@ -23,12 +23,12 @@ CASES = [
     ("gpt", "tp=2", Plan(decompose=2)),
     ("gpt", "dp=2,tp=2", Plan(decompose=4, sequence=True)),
     ("gpt", "dp=2,tp=2", Plan(decompose=2, microbatches=2, recompute="full", zero=3)),
-    ("llama", "tp=4", Plan(decompose=8)),
+    pytest.param("llama", "tp=4", Plan(decompose=8), marks=pytest.mark.slow),
     ("HF Llama eager", "tp=2", Plan(decompose=2, sequence=True, interleave=2)),
     ("HF GPT-2 sdpa", "pp=2,tp=2", Plan(decompose=2, sequence=True, microbatches=2, schedule="zb-h1")),
     ("encdec", "tp=2", Plan(decompose=2, sequence=True)),
     ("mlp", "tp=2", Plan(decompose=3)),
-    ("moe sorted", "dp=2,tp=2", Plan(decompose=2)),
+    pytest.param("moe sorted", "dp=2,tp=2", Plan(decompose=2), marks=pytest.mark.slow),
 ]
 
 

@@ -142,7 +142,7 @@ def test_statistics_of_a_batch() -> None:
     assert report.ok, report.table()
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("tp=2", marks=pytest.mark.slow), "pp=2"])
 def test_a_limit_is_kept(mesh: str) -> None:
     """The peak falls with the limit, is under it, and no more time is added than the limit asks for.
 
