@@ -117,7 +117,7 @@ def plain_steps(
     seed: int = 0,
     exact: torch.dtype | None = None,
 ) -> Trace:
-    """Trains ``model`` itself, one step a batch, and records what happened.
+    """Trains ``model`` itself, one step a batch, and records what happened. A recompute region's writes to buffers count once.
 
     Args:
         exact: computes in this type also where the model casts to another one, as many do for their norms and their loss.
@@ -132,7 +132,10 @@ def plain_steps(
             value = find_loss(model, tree.call(model, tree.fill([t.clone() for t in tensors])), batch, loss)
             assert value is not None
             value = value.reshape(())
+            buffers = [t.detach().clone() for t in model.buffers()]
             value.backward()  # which runs what is under torch.utils.checkpoint once more
+            for t, once in zip(model.buffers(), buffers, strict=True):
+                t.data.copy_(once)  # what a region writes to a buffer counts once
         trace.losses.append(value.detach())
         trace.gradients = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
         if clip_grad_norm is not None:

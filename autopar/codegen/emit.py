@@ -195,11 +195,13 @@ class Emitter:
         return Script(tuple(self.statements), tuple(self.after), dict(self.over), frozenset(self.born))
 
     def constant_nodes(self) -> set[int]:
-        """Nodes that depend on nothing that changes from step to step."""
+        """Nodes that depend on nothing that changes from step to step; not what a step gives away, which its caller may write to."""
         known = {i.name for i in self.program.inputs if i.kind in ("const", "tangent")}
+        given = {o.value for o in self.program.outputs}
         found = set()
         for n, node in enumerate(self.program.nodes):
-            if not node.op.startswith("comm.") and node.op != "autopar.accumulate" and "mb" not in repr(_offsets(node)):
+            own = node.op in ("autopar.accumulate", "autopar.pack") or node.op.startswith("comm.") or not given.isdisjoint(node.outs)
+            if not own and "mb" not in repr(_offsets(node)):
                 if all(r in known for r in node.refs()):
                     known.update(o for o in node.outs if o)
                     found.add(n)

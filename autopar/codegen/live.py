@@ -115,7 +115,7 @@ class _Value:
 
 #: results of an op (type, stride, position of the operand whose memory it is or -1, number of the new memory, bytes), and the bytes that
 #: the op's new tensors have at most while it runs
-_Made = tuple[tuple[tuple[TensorType, tuple[int, ...], int, int, int], ...], int]
+_Made = tuple[tuple[tuple[int, TensorType, tuple[int, ...], int, int, int], ...], int]
 
 
 @dataclass
@@ -209,15 +209,15 @@ class Follower:
         results, most = self.made(node, operands, script, mb)
         new: dict[int, _Memory] = {}
         self.note(node.name, most)
-        values = []
-        for kind, stride, at, number, size in results:
+        values: dict[int, _Value] = {}
+        for which, kind, stride, at, number, size in results:
             memory = operands[at].memory if at >= 0 else new.setdefault(number, _Memory(0 if node.name in script.born else size))
-            values.append(_Value(kind, stride, memory))
-        for v in values:  # all results are there before the first name is bound
+            values[which] = _Value(kind, stride, memory)
+        for v in values.values():  # all results are there before the first name is bound
             self.hold(v.memory)
-        for name, v in zip(node.outs, values):
-            self.bind(name or "_", v)
-        for v in values:
+        for which, v in values.items():
+            self.bind(node.outs[which] or "_", v)
+        for v in values.values():
             self.let_go(v.memory)
 
     def start(self, node: Node, s: _Statement) -> None:
@@ -266,12 +266,12 @@ class Follower:
 
     def tried(self, node: Node, operands: Sequence[_Value], over: int | None, born: bool, place: Mapping[str, int]) -> _Made:
         types = self.program.types
-        made_of = [(types[o], _packed(types[o].shape), -1, k, types[o].nbytes) for k, o in enumerate(node.outs) if o]
-        plain: _Made = (tuple(made_of), 0 if born else sum(m[4] for m in made_of))
+        made_of = [(k, types[o], _packed(types[o].shape), -1, k, types[o].nbytes) for k, o in enumerate(node.outs) if o]
+        plain: _Made = (tuple(made_of), 0 if born else sum(m[5] for m in made_of))
         if over is not None and not node.op.startswith("autopar."):
             assert isinstance(node.args[over], Ref)
             at = node.refs().index(node.args[over].name)
-            return ((operands[at].type, operands[at].stride, at, -1, 0),), 0
+            return ((0, operands[at].type, operands[at].stride, at, -1, 0),), 0
         drawn = node.op in _SITES
         if not operands or drawn and types[node.name].numel > _DRAWN:
             return plain
@@ -298,17 +298,19 @@ class Follower:
                 result = _function(node.op, born)(*args, **kwargs)
         except Exception:  # noqa: BLE001 - ops that look at values: by their types
             return plain
-        results = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, Tensor)]
+        results = result if isinstance(result, (tuple, list)) else (result,)
         places = [t.untyped_storage() for t in tensors]
         fresh: list[Any] = []
         found = []
-        for t in results:
+        for which, (t, _) in enumerate(zip(results, node.outs)):
+            if not isinstance(t, Tensor):  # a gradient that isn't asked for
+                continue
             storage = t.untyped_storage()
             at = next((k for k, p in enumerate(places) if p is storage), -1)
             if at < 0 and not any(storage is f for f in fresh):
                 fresh.append(storage)
             number = -1 if at >= 0 else next(k for k, f in enumerate(fresh) if f is storage)
-            found.append((TensorType(t.dtype, tuple(t.shape)), tuple(t.stride()), at, number, storage.nbytes()))
+            found.append((which, TensorType(t.dtype, tuple(t.shape)), tuple(t.stride()), at, number, storage.nbytes()))
         return tuple(found), counter.most
 
 

@@ -96,7 +96,7 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
     taken: set[str] = set()  # sums over microbatches that are parts of buckets instead
     position = {o: n for n, node in enumerate(program.nodes) for o in node.outs if o}
     tail: list[Node] = []
-    waiting: list[Node] = []  # the last bucket's sum over copies
+    copies: dict[str, Node] = {}  # sums over copies of a part, by what is summed
 
     for bucket in buckets:
 
@@ -160,20 +160,17 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
         last = max(shares, key=lambda v: position.get(v, -1))
         if each_turn:
             flat = add("autopar.accumulate", (Ref(flat), "sum"), f"{bucket.name}_grad_sum", (part,), tail, "backward", "post")
-        if waiting and waiting[0].region == post:  # started when the reduction that it needs had the time of a bucket
-            nodes += waiting
-            waiting = []
         if bucket.summed:
-            tail += waiting
-            waiting = []
-            when = "post" if each_turn else post
-            flat = add("comm.all_reduce", (Ref(flat), bucket.summed, "sum"), f"{bucket.name}_grad_all", (part,), waiting, "backward", when)
+            reduced, made = flat, list[Node]()
+            when = "post" if each_turn else post  # one over microbatches is complete behind the loop
+            total = (Ref(reduced), bucket.summed, "sum")
+            flat = add("comm.all_reduce", total, f"{bucket.name}_grad_all", (part,), made, "backward", when)
+            copies[reduced] = made[0]
         outputs.append(Output(flat, "bucket", bucket.name))
         if last in position:
             here.setdefault(last, []).extend(nodes)
         else:
             tail.extend(nodes)
-    tail += waiting
 
     body: list[Node] = []
     for node in program.nodes:
@@ -183,7 +180,7 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
             body.extend(here.get(out, ()) if out else ())
     # gathers in the order in which the forward needs them: start early, wait late
     front = [n for _, ns in sorted(head, key=lambda item: item[0]) for n in ns]
-    nodes_ = tuple(front + body + tail)
+    nodes_ = tuple(_summed(front + body + tail, copies))
     for name in taken:
         del types[name]
         shardings.pop(name, None)
@@ -192,6 +189,21 @@ def bucketize(program: P, buckets: tuple[Bucket, ...], zero: int, *, looped: boo
         program, inputs=tuple(inputs), nodes=nodes_, outputs=tuple(outputs), types=types, shardings=shardings, global_types=wholes,
         buckets=buckets, zero=zero,
     )  # fmt: skip
+
+
+def _summed(nodes: list[Node], copies: Mapping[str, Node]) -> list[Node]:
+    """Nodes with the sums over copies, each behind the next bucket's reduction: its own needs the time of a bucket."""
+    found: list[Node] = []
+    late: Node | None = None
+    for node in nodes:
+        if late is not None and node.region != late.region:
+            found.append(late)
+            late = None
+        found.append(node)
+        if node.name in copies:
+            found += [late] if late is not None else []
+            late = copies[node.name]
+    return found + ([late] if late is not None else [])
 
 
 def _shares(program: LocalProgram) -> dict[str, str]:

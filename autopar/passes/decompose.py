@@ -155,6 +155,13 @@ class _Decomposer:
     def together(one: Node, other: Node) -> bool:
         return (one.phase, one.region) == (other.phase, other.region)
 
+    def is_read(self, view: Node, found: _Gathered) -> bool:
+        """Whether something else than the products, or the views to them, reads a view, or a view of it."""
+        if view.name in {o.value for o in self.program.outputs}:
+            return True
+        inside = {id(n): n for n in (*found.views, *found.products)}
+        return any(id(n) not in inside or n in found.views and self.is_read(n, found) for n in self.readers.get(view.name, []))
+
     # -- pieces
 
     def add(self, like: Node, op: str, args: tuple[Any, ...], stem: str, shape: tuple[int, ...]) -> str:
@@ -211,4 +218,4 @@ class _Decomposer:
             self.join(made[product.name], product)
         if found.whole:
             self.join(found.names, found.gather)
-            self.nodes += found.views
+            self.nodes += [view for view in found.views if self.is_read(view, found)]

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from autopar.errors import VerifyError
+from autopar.errors import LayoutError, PlanError, VerifyError
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Offset, Output, Program, Ref, TensorType, Where, fresh_name
 from autopar.layout.mesh import Mesh
@@ -126,7 +126,14 @@ class _Inserter:
             current = name
             if have.partial_axes() and name in self.producer:  # what left it partial is the cause
                 at = replace(at, where=self.producer[name].where)
-            for step in plan_reshard(have, target, self.mesh, self.program.types[name].dtype.itemsize):
+            try:
+                steps = plan_reshard(have, target, self.mesh, self.program.types[name].dtype.itemsize)
+            except LayoutError as error:
+                raise PlanError(
+                    f"{name} can't be cut as it is needed", where=f"{at.op}, {at.where}", why=error.what,
+                    hint="sizes that all axes which cut a dim divide together, or without sequence",
+                ) from error  # fmt: skip
+            for step in steps:
                 current = self.step(current, name, step, at)
             self.converted[key] = current
         return self.converted[key]

@@ -247,7 +247,7 @@ class _Chooser:
                 if r in keep:
                     model.row([*there(r), (column, -1.0)], 0.0, math.inf)
         top = model.real(1.0) if lowest else None
-        whole = sum(life.nbytes for life in lives.values()) or 1
+        whole = (self.others + 1) * sum(life.nbytes for life in lives.values()) or 1  # no place holds more
         for at, most in (rows or {}).items():
             terms = [
                 (c, lives[v].nbytes * count / whole)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.api import make_options, verify
 from autopar.errors import PlanError
@@ -69,6 +69,30 @@ def test_equal(name: str, mesh: str, plan: Plan) -> None:
     torch.manual_seed(0)
     batch = model.batch(torch.Generator().manual_seed(1))
     report = verify(model.build(0.3).train(), Mesh.parse(mesh), batch, plan=plan, loss=model.loss, clip_grad_norm=0.5)
+    assert report.ok, report.table()
+
+
+class TiedFar(nn.Module):
+    """The first and the last layer share a weight, whose gradient is a sum over stages, and all share a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.scale * layer(x).relu()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("buckets", [None, 16])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sums_over_stages_beside_those_of_each_turn(zero: int, buckets: int | None) -> None:
+    torch.manual_seed(0)
+    plan = Plan(zero=zero, zero_ranks=2, microbatches=2, buckets=buckets)
+    report = verify(TiedFar(), Mesh(pp=2, dp=4), torch.randn(24, 8), plan=plan)
     assert report.ok, report.table()
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.api import verify
 from autopar.applied import find_applied
@@ -38,6 +40,25 @@ def test_equal(name: str, mesh: str, plan: Plan) -> None:
     torch.manual_seed(0)
     batch = found.batch(torch.Generator().manual_seed(1))
     report = verify(found.build(0.3).train(), Mesh.parse(mesh), batch, plan=plan, loss=found.loss)
+    assert report.ok, report.table()
+
+
+class Branches(nn.Module):
+    """Two branches read one norm, with a view each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.o, self.u, self.d = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return (x + self.o(self.q(h).relu()) + self.d(F.gelu(self.u(h)))).square().mean()
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_branches(recompute: str | None) -> None:
+    plan = Plan(decompose=2, sequence=True, recompute=recompute)
+    report = verify(Branches(), Mesh(tp=2), torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0)), plan=plan)
     assert report.ok, report.table()
 
 

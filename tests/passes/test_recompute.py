@@ -195,6 +195,47 @@ def test_a_limit_knows_what_zero_shares_out(zero: int) -> None:
     assert zero < 3 or limit < 2 * sum(p.numel() * p.itemsize for p in net.parameters())
 
 
+class Raw(nn.Module):
+    """A norm on the batch itself, whose input has no gradient: one of three results that nobody asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(self.up(self.norm(x)))).square().mean()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_results_that_nobody_asks_for_are_not_counted(mesh: str, zero: int) -> None:
+    plan = Plan(recompute="1MB", zero=zero, microbatches=2)
+    report = verify(Raw(), Mesh.parse(mesh), torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0)), plan=plan)
+    assert report.ok, report.table()
+
+
+def test_a_region_with_batch_norm() -> None:
+    """Running statistics advance once, in the reference too."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.norm(self.up(x)).relu(), x, use_reentrant=False).square().mean()
+
+    report = verify(Normed().train(), Mesh(dp=2), torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    assert report.ok, report.table()
+
+
+def test_a_limit_that_nothing_meets_on_stages() -> None:
+    """Where other microbatches hold more than all tensors of one, it is told how low a limit may be."""
+    with pytest.raises(PlanError, match="no choice of what to recompute fits into 20,000 bytes on a rank") as error:
+        compiled(Mesh(pp=2), recompute="20KB", microbatches=8, schedule="gpipe")
+    assert "the least is about" in str(error.value)
+
+
 def test_a_limit_that_nothing_meets() -> None:
     with pytest.raises(PlanError, match="no choice of what to recompute fits into 100,000 bytes") as error:
         compiled(Mesh(tp=2), recompute="100KB")
