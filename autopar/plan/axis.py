@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost.device import Device
-from autopar.errors import PlanError
+from autopar.errors import LayoutError, PlanError
 from autopar.ir.program import Node, Program
 from autopar.layout.mesh import Mesh
 from autopar.layout.reshard import LOCAL, plan_reshard, step_bytes, step_kind
@@ -234,16 +234,19 @@ def _edges(problem: Problem, model: Model, group_of: Mapping[int | str, _Group])
                 kind = "keep" if have == want else step_kind(have, want)
                 if kind is None or (is_fixed[p_id, out] and problem.fixed_params and kind not in ("keep", *LOCAL)):
                     continue
+                nested = kind != "keep" and _nested(problem, sharding, have, want)
+                way = _way(problem, sharding, have, want, itemsize) if nested else 0.0
+                if way is None:
+                    continue
                 flow = model.real()
                 row.append((flow, 1.0))
                 into[want].append(flow)
-                nested = kind != "keep" and _nested(problem, sharding, have, want)
                 if kind == "keep" or (kind == "slice" and not nested):
                     continue
                 if operand == "grad" and kind == "all_reduce":
                     kind = "reduce_scatter"  # the owner needs its part only
                 if nested:
-                    seconds = _way(problem, sharding, have, want, itemsize)
+                    seconds = way
                 elif kind == "once":  # on the other ranks zeros take its place
                     seconds = _ONCE + problem.device.seconds(0.0, numel * itemsize)
                 else:
@@ -274,10 +277,13 @@ def _nested(problem: Problem, sharding: Sharding, have: Placement, want: Placeme
     return problem.even and any(p.kind == "shard" and set(inner) & set(sharding.axes_of(p.atom)) for p in (have, want))
 
 
-def _way(problem: Problem, sharding: Sharding, have: Placement, want: Placement, itemsize: int) -> float:
-    """Seconds of a conversion by all the steps that it takes."""
+def _way(problem: Problem, sharding: Sharding, have: Placement, want: Placement, itemsize: int) -> float | None:
+    """Seconds of a conversion by all the steps that it takes; None where there is no way: the axes don't divide a size together."""
     mesh, axis = problem.mesh, problem.axis
-    steps = plan_reshard(sharding.with_placement(axis, have, mesh), sharding.with_placement(axis, want, mesh), mesh, itemsize)
+    try:
+        steps = plan_reshard(sharding.with_placement(axis, have, mesh), sharding.with_placement(axis, want, mesh), mesh, itemsize)
+    except LayoutError:
+        return None
     return sum(
         problem.device.comm_seconds(step_bytes(s.kind, math.prod(s.before.local_atoms(mesh)), itemsize, mesh[s.axis]))
         for s in steps

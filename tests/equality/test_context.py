@@ -128,3 +128,19 @@ def test_refusals_name_the_cause() -> None:
 def test_models_without_a_sequence_are_refused(build: Any, batch: Any, loss: Any) -> None:
     with pytest.raises(PlanError, match="cp=2 finds no sequence to cut: 100%"):
         verify(build(), Mesh(cp=2), batch(4, torch.Generator().manual_seed(1)), loss=loss)
+
+
+def test_a_sequence_that_the_axes_divide_but_not_together() -> None:
+    """Six positions over ``cp`` and ``tp`` of two each: one of them cuts."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
+
+    torch.manual_seed(0)
+    report = verify(Block(), Mesh(cp=2, tp=2), torch.randn(8, 6, 8), plan=Plan(sequence=True))
+    assert report.ok, report.table()
