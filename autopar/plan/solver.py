@@ -45,6 +45,8 @@ class Model:
 
         ``seconds`` only ends what would never end: the best of what was found till then would be another choice on another rank.
         """
+        if not self.cost and all(low <= 0.0 <= high for low, high, *_ in self.rows):
+            return []  # the solver calls a model without columns neither solved nor infeasible
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.cost), len(self.rows)
         lp.col_cost_ = np.array(self.cost)
