@@ -139,26 +139,26 @@ def fit(limit: int, whole: T, choose: Callable[[int], T], full: Callable[[], T],
     if most(whole) <= limit:
         return whole
     best: tuple[int, T] | None = None
+    failure: PlanError | None = None
     more = 0
     for _ in range(TRIES):
         try:
             made = choose(more)
         except PlanError as error:
-            if best is not None:
-                break
-            made = full()  # a choice may count too much: of small tensors, it doesn't know how early they die
-            if most(made) <= limit:
-                return made
-            raise error
+            failure = error
+            break
         nbytes = most(made)
         if nbytes <= limit and (best is None or nbytes > best[0]):
             best = (nbytes, made)
         if NEAR * limit <= nbytes <= limit:
             break
         more += max(nbytes - limit, STEP * limit // 100) if nbytes > limit else nbytes - limit
-    if best is None:
-        raise PlanError(
-            f"no choice of what to recompute fits into {limit:,} bytes on a rank", why=f"{TRIES} choices took more, the last {nbytes:,}",
-            hint="a higher limit, more microbatches, or more ranks",
-        )  # fmt: skip
-    return best[1]
+    if best is not None:
+        return best[1]
+    made = full()  # a choice may count too much: of small tensors, it doesn't know how early they die
+    if (least := most(made)) <= limit:
+        return made
+    raise failure or PlanError(
+        f"no choice of what to recompute fits into {limit:,} bytes on a rank", why=f"all that was tried takes at least {least:,}",
+        hint="a higher limit, more microbatches, or more ranks",
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from autopar.plan.plan import Plan
 from autopar.reference import plain_steps
 from autopar.runtime.sim import SimComm, run_simulated
 from autopar.step import Step
-from tests.equality.cases import MODELS, VARIANTS, Case, Model
+from tests.equality.cases import MODELS, SIMILAR, VARIANTS, Case, Model
 from tests.equality.recipes import compiled_for
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,12 @@ def source_of(model: Model, mesh: str, variant: str) -> str:
 
 @pytest.mark.parametrize(
     ("model", "variant"),
-    [(m, v) for m in MODELS for v in ("zero=3" if m.divides else "plain", "together") if not Case(m, m.name, "dp=2,tp=2", v).refused],
+    [
+        pytest.param(m, v, marks=[pytest.mark.slow] if m.name in SIMILAR else [])
+        for m in MODELS
+        for v in ("zero=3" if m.divides else "plain", "together")
+        if not Case(m, m.name, "dp=2,tp=2", v).refused
+    ],
     ids=lambda p: getattr(p, "name", p),
 )
 def test_format(model: Model, variant: str, tmp_path: Path) -> None:

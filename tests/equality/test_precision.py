@@ -67,6 +67,7 @@ def test_float32_is_as_good_as_the_plain_model(name: str, plan: autopar.Plan) ->
     assert error(run_simulated(mesh, rank)[0], exact) < 3 * plain
 
 
+@pytest.mark.slow  # others of inductor are in tests/runtime/test_random.py and tests/pipeline/test_compiled.py
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the inductor backend needs a C++ compiler on CPU")
 def test_inductor_is_as_good_as_eager() -> None:
     exact, plain = errors("gpt")
