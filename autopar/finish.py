@@ -88,7 +88,7 @@ class Finisher:
         return self.finish(self.again(local)) if limit is None else self.fit(local, limit)
 
     def again(self, local: LocalProgram, held: int | None = None, extra: int = 0, request: Request = None) -> LocalProgram:
-        """The program whose backward makes again what the plan, or else ``request``, asks for."""
+        """The program whose backward makes again what ``request``, or else the plan, asks for."""
         self.progress.at("recompute")
         kept = recompute_as_asked(
             local, request or self.plan.recompute, self.split, self.atoms, self.rules, self.device, held=held, extra=extra

@@ -15,6 +15,7 @@ from autopar.compiler import Compiled
 from autopar.inspect import stages
 from autopar.ir.local import LocalProgram
 from autopar.ir.program import Node, Phase
+from autopar.layout.bucket import kept_bytes
 from autopar.layout.traffic import bytes_sent
 from autopar.plan.plan import LEVELS, Plan
 from autopar.plan.uneven import Uneven, find_uneven
@@ -99,15 +100,14 @@ def memory_rows(compiled: Compiled, states: float | None = None) -> list[MemoryR
         states: elements of optimizer state for each element of a parameter (AdamW: 2); None where that isn't known.
     """
     mesh, buckets = compiled.spec.mesh, compiled.spec.buckets
-    whole = sum(b.numel * b.dtype.itemsize for b in buckets)
-    owned = sum(b.part(mesh) * b.dtype.itemsize for b in buckets)
+    whole, owned = kept_bytes(buckets, mesh, 0)[0], kept_bytes(buckets, mesh, 3)[0]
     rest, buffers = (
         sum(size for _, size in {(i.path, p.types[i.name].nbytes) for p in compiled.finals for i in p.inputs_of(kind)})
         for kind in ("param", "buffer")
     )
     rows = [
-        MemoryRow("parameters, kept", (whole, whole, whole, owned)),
-        MemoryRow("gradients, kept", (whole, whole, owned, owned)),
+        MemoryRow("parameters, kept", tuple(kept_bytes(buckets, mesh, level)[0] for level in LEVELS)),
+        MemoryRow("gradients, kept", tuple(kept_bytes(buckets, mesh, level)[1] for level in LEVELS)),
         MemoryRow("optimizer state, each tensor of it", (whole, owned, owned, owned))
         if states is None
         else MemoryRow("optimizer state", (int(whole * states), *(int(owned * states),) * 3)),

@@ -5,7 +5,7 @@ that goes on to the layer before is what is reduced. The program that was captur
 linear layer's weight and bias before the reduction of its input's. Here the reduction comes first, and they run while it is under way.
 Of what it needs, whatever doesn't need the collective before runs first.
 
-No node is moved over another collective, so that at each of them as much is alive as before, but for what the rest reads.
+A node is moved behind one collective at most, so that at each of them as much is alive as before, but for what the rest reads.
 
 Source: Shoeybi et al. 2019, *Megatron-LM*, arXiv 1909.08053, for the collectives; the overlap with gradients of weights is that of its
 implementation, there for linear layers.

@@ -58,7 +58,8 @@ class Plan:
             stay cut, keys and values are gathered) or ``ring`` (these go from rank to rank); by default what is predicted to be fastest.
         microbatches: parts of the batch whose gradients are summed (gradient accumulation).
         interleave: how many microbatches run side by side, so that one's collectives hide behind another's compute; 1 (the default): none.
-        decompose: in how many pieces a product runs beside whose collective the next piece computes; 1 (the default): whole.
+        decompose: in how many pieces a product beside a collective runs, one's collective behind the next one's product; 1 (the default):
+            whole.
         schedule: of the stages of ``pp``: a name (``1f1b``, the default, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-h2``, ``zb-v``,
             ``dualpipev``; ``search``: found for the stages' predicted times), or a function of (stages, microbatches, ranks) that
             gives an ``autopar.schedule.Schedule``.
