@@ -113,8 +113,8 @@ class _Value:
     memory: _Memory
 
 
-#: results of an op (which one, type, stride, position of the operand whose memory it is or -1, number of the new memory, bytes), and the bytes that
-#: the op's new tensors have at most while it runs
+#: results of an op (which one, type, stride, position of the operand whose memory it is or -1, number of the new memory, bytes), and the
+#: bytes that the op's new tensors have at most while it runs
 _Made = tuple[tuple[tuple[int, TensorType, tuple[int, ...], int, int, int], ...], int]
 
 
